@@ -1,0 +1,1 @@
+"""What an event is. Needs pyarrow (and the numpy that comes beside it), nothing heavier."""
