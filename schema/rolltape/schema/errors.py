@@ -19,6 +19,7 @@
     ├── ProducerFencedError (RuntimeError)   another writer uses this producer id
     ├── BackpressureTimeout (TimeoutError)   the log did not take what is spooled
     ├── FlushTimeout (TimeoutError)          not proven durable within the time allowed
+    ├── SqlError (ValueError)                a statement that does not parse, bind or run
     ├── SqlRefusedError (PermissionError)    not a single SELECT, or outside what is allowed
     ├── UntrainableError (ValueError)        data that a trainer must refuse, by named reason
     ├── ReplayError (RuntimeError)           a replay that is impossible here, or that differs
@@ -102,6 +103,10 @@ class BackpressureTimeout(RolltapeError, TimeoutError):
 
 class FlushTimeout(RolltapeError, TimeoutError):
     """Not proven durable within the time allowed; nothing is lost, the spool keeps it."""
+
+
+class SqlError(RolltapeError, ValueError):
+    """A statement that does not parse, bind or run; the message is the engine's, without local paths."""
 
 
 class SqlRefusedError(RolltapeError, PermissionError):
