@@ -35,7 +35,8 @@ def struct_of(**fields: pa.DataType) -> pa.StructType:
 class Column:
     """One column of an event.
 
-    ``unit`` is empty for ids, names and counts. ``nullable`` says whether a valid event may leave it null.
+    ``unit`` is empty for ids, names and counts. ``nullable`` says whether a valid event may leave it null. ``choices``
+    lists the only texts that are valid (empty: any text); ``minimum`` is the smallest valid number.
 
     >>> Column(name="latency_s", type=FLOAT64, doc="time until the answer", unit="s").field
     pyarrow.Field<latency_s: double>
@@ -46,6 +47,8 @@ class Column:
     doc: str
     nullable: bool = True
     unit: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: int | None = None
 
     @property
     def field(self) -> pa.Field:
@@ -56,6 +59,15 @@ class Column:
         return pa.field(self.name, self.type)
 
 
-def column(name: str, type_: pa.DataType, doc: str, *, required: bool = False, unit: str = "") -> Column:
+def column(
+    name: str,
+    type_: pa.DataType,
+    doc: str,
+    *,
+    required: bool = False,
+    unit: str = "",
+    choices: tuple[str, ...] = (),
+    minimum: int | None = None,
+) -> Column:
     """Short form of :class:`Column` for the tables of specs; ``required`` columns may not be null."""
-    return Column(name=name, type=type_, doc=doc, nullable=not required, unit=unit)
+    return Column(name=name, type=type_, doc=doc, nullable=not required, unit=unit, choices=choices, minimum=minimum)

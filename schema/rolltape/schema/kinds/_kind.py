@@ -10,7 +10,9 @@ import pyarrow as pa
 from rolltape.schema.columns import Column
 
 Topic = Literal["rollout", "teacher", "training", "weights", "control"]
-Plane = Literal["run", "problem", "dispatch", "rollout", "label", "teacher", "training", "weights", "control", "keeping"]
+Plane = Literal[
+    "run", "problem", "dispatch", "rollout", "label", "teacher", "training", "weights", "control", "keeping"
+]
 
 TOPICS: tuple[Topic, ...] = ("rollout", "teacher", "training", "weights", "control")
 

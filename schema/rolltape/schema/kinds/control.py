@@ -29,7 +29,13 @@ CONTROL_KINDS = (
         doc="An engine left, or was deregistered.",
         columns=(
             column("engine_id", STRING, "engine", required=True),
-            column("reason", STRING, "left, silent, failed or digest_mismatch", required=True),
+            column(
+                "reason",
+                STRING,
+                "why",
+                required=True,
+                choices=("left", "silent", "failed", "digest_mismatch"),
+            ),
         ),
     ),
     Kind(
@@ -42,7 +48,7 @@ CONTROL_KINDS = (
             column("dp_rank", INT32, "rank"),
             column("routing_epoch", INT32, "epoch of the table"),
             column("kv_version", INT64, "version of its cache"),
-            column("reason", STRING, "first, moved or rebalanced"),
+            column("reason", STRING, "why there", choices=("first", "moved", "rebalanced")),
         ),
     ),
     Kind(
@@ -95,8 +101,10 @@ CONTROL_KINDS = (
         plane="control",
         doc="Something that a person should see.",
         columns=(
-            column("alarm", STRING, "lane_gap, entropy_collapse, trusted_share, mean_abs_delta, domain_kl …", required=True),
-            column("severity", STRING, "warning or error"),
+            column(
+                "alarm", STRING, "lane_gap, entropy_collapse, trusted_share, mean_abs_delta, domain_kl …", required=True
+            ),
+            column("severity", STRING, "how bad", choices=("warning", "error")),
             column("value", FLOAT64, "measured"),
             column("threshold", FLOAT64, "limit"),
             column("detail", STRING, "for people"),
@@ -115,7 +123,7 @@ KEEPING_KINDS = (
             column("payload", BINARY, "the bytes"),
             column("payload_sha256", STRING, "their SHA-256"),
             column("payload_kind", STRING, "kind that they claim to be"),
-            column("payload_format", STRING, "arrow_ipc, json_line or raw"),
+            column("payload_format", STRING, "how to read the bytes", choices=("arrow_ipc", "json_line", "raw")),
             column("source_topic", STRING, "topic"),
             column("source_partition", INT32, "partition"),
             column("source_offset", INT64, "offset"),

@@ -34,9 +34,7 @@ SAMPLING_TYPE = struct_of(
 )
 ORIGIN_RUNS_TYPE = list_of(struct_of(start=INT32, length=INT32, origin=STRING))
 VERSION_RUNS_TYPE = list_of(
-    struct_of(
-        start=INT32, length=INT32, policy_id=STRING, run_epoch=INT32, version=INT64, weights_digest=STRING
-    )
+    struct_of(start=INT32, length=INT32, policy_id=STRING, run_epoch=INT32, version=INT64, weights_digest=STRING)
 )
 ENGINE_TYPE = struct_of(
     id=STRING,
@@ -58,7 +56,7 @@ ROLLOUT_KINDS = (
         doc="An attempt at a rollout begins.",
         requires=_ATTEMPT,
         columns=(
-            column("stage", STRING, "sft, reasoning, agentic, general or opd"),
+            column("stage", STRING, "training stage", choices=("sft", "reasoning", "agentic", "general", "opd")),
             column("harness", STRING, "agent harness"),
             column("environment", STRING, "environment"),
             column("environment_version", STRING, "its version"),
@@ -74,8 +72,10 @@ ROLLOUT_KINDS = (
         doc="A new attempt takes over events of an older one; later events of the older attempt are orphaned.",
         requires=_ATTEMPT,
         columns=(
-            column("from_attempt", INT32, "attempt that it continues", required=True),
-            column("from_event_index", INT32, "last event of that attempt that it takes over", required=True),
+            column("from_attempt", INT32, "attempt that it continues", required=True, minimum=0),
+            column(
+                "from_event_index", INT32, "last event of that attempt that it takes over", required=True, minimum=0
+            ),
         ),
     ),
     Kind(
@@ -85,7 +85,7 @@ ROLLOUT_KINDS = (
         requires=_ATTEMPT,
         tokens=("token_ids", "rollout_log_probs"),
         columns=(
-            column("action_kind", STRING, "execution or summary"),
+            column("action_kind", STRING, "what the tokens are for; null: execution", choices=("execution", "summary")),
             column("origin_runs", ORIGIN_RUNS_TYPE, "runs of sampled or injected tokens; null: all sampled"),
             column("version_runs", VERSION_RUNS_TYPE, "policy version of each run of tokens; null: unknown"),
             column(
@@ -97,12 +97,14 @@ ROLLOUT_KINDS = (
             column("thinking_mode", STRING, "thinking mode"),
             column("finish_reason", STRING, "as the engine reported it; null: unknown or partial"),
             column("truncated", BOOL, "derived: cut by length"),
-            column("prefix_length", INT32, "tokens of context that the engine used"),
+            column("prefix_length", INT32, "tokens of context that the engine used", minimum=0),
             column("prefix_digest", STRING, "sha256:<hex> over the int32 little-endian ids of that context"),
-            column("prefix_source", STRING, "engine, submitted or unknown"),
-            column("prefix_token_ids", list_of(INT32), "the engine's context ids, kept where they differ from the tape's"),
+            column("prefix_source", STRING, "who says so", choices=("engine", "submitted", "unknown")),
+            column(
+                "prefix_token_ids", list_of(INT32), "the engine's context ids, kept where they differ from the tape's"
+            ),
             column("engine", ENGINE_TYPE, "the engine that sampled"),
-            column("cached_tokens", INT32, "prefix tokens served from cache"),
+            column("cached_tokens", INT32, "prefix tokens served from cache", minimum=0),
             column("kv_version", INT64, "version whose weights computed the cached keys, where they were kept"),
             column("queue_s", FLOAT64, "time in the queue", unit="s"),
             column("prefill_s", FLOAT64, "time of prefill", unit="s"),
@@ -132,11 +134,11 @@ ROLLOUT_KINDS = (
         requires=_ATTEMPT,
         tokens=("token_ids",),
         columns=(
-            column("source", STRING, "tool, environment or template"),
+            column("source", STRING, "who wrote it", choices=("tool", "environment", "template")),
             column("tool_name", STRING, "tool"),
             column("tool_call_id", STRING, "call that it answers"),
-            column("status", STRING, "ok or error"),
-            column("error_class", STRING, "policy or infrastructure"),
+            column("status", STRING, "how the call went", choices=("ok", "error")),
+            column("error_class", STRING, "whose fault an error is", choices=("policy", "infrastructure")),
             column("latency_s", FLOAT64, "time until it came", unit="s"),
             column("text", STRING, "text, for reading"),
         ),
@@ -147,7 +149,13 @@ ROLLOUT_KINDS = (
         doc="The context was replaced; the next segment starts.",
         requires=_ATTEMPT,
         columns=(
-            column("reason", STRING, "compaction, keep_recent_k, discard_all, template, rewind or summary_call", required=True),
+            column(
+                "reason",
+                STRING,
+                "why the context changed",
+                required=True,
+                choices=("compaction", "keep_recent_k", "discard_all", "template", "rewind", "summary_call"),
+            ),
             column("context_token_ids", list_of(INT32), "context of the new segment"),
             column(
                 "provenance",
@@ -167,11 +175,17 @@ ROLLOUT_KINDS = (
         doc="An attempt ended by itself.",
         requires=_ATTEMPT,
         columns=(
-            column("status", STRING, "completed, truncated, model_failed, env_failed or aborted", required=True),
+            column(
+                "status",
+                STRING,
+                "how it ended",
+                required=True,
+                choices=("completed", "truncated", "model_failed", "env_failed", "aborted"),
+            ),
             column("cause", STRING, "why"),
-            column("num_action_tokens", INT32, "check sum over action_sampled"),
-            column("num_observation_tokens", INT32, "check sum over observation_received"),
-            column("last_event_index", INT32, "its own event_index", required=True),
+            column("num_action_tokens", INT32, "check sum over action_sampled", minimum=0),
+            column("num_observation_tokens", INT32, "check sum over observation_received", minimum=0),
+            column("last_event_index", INT32, "its own event_index", required=True, minimum=0),
         ),
     ),
 )
@@ -198,15 +212,17 @@ LABEL_KINDS = (
                         scorer_version=STRING,
                         latency_s=FLOAT64,
                         reason=STRING,
+                        lower=FLOAT64,
+                        upper=FLOAT64,
                     )
                 ),
-                "components; source rule, orm, grm or penalty; status ok, missing, parse_error or timeout",
+                "components; source rule, orm, grm or penalty; status ok, missing, parse_error or timeout; bounds of value",
             ),
             column("scalariser_version", STRING, "version of the rule that made the scalar"),
             column("scalar", FLOAT64, "scalar reward, null unless earned"),
-            column("state", STRING, "earned, missing or invalid", required=True),
+            column("state", STRING, "three different things", required=True, choices=("earned", "missing", "invalid")),
             column("target_event_id", STRING, "action that it rewards; null: the whole attempt"),
-            column("target_token", INT32, "token of that action; null: its last"),
+            column("target_token", INT32, "token of that action; null: its last", minimum=0),
             column("supersedes", list_of(STRING), "reward events that this one replaces"),
             column("anchor_id", STRING, "human reference used as anchor"),
         ),
@@ -259,10 +275,10 @@ TEACHER_KINDS = (
             column("tokenizer_digest", STRING, "tokenizer"),
             column("prefix_digest", STRING, "context that was scored under"),
             column("index_digest", STRING, "sparse-attention indices"),
-            column("start_position", INT32, "absolute position of the first scored token"),
+            column("start_position", INT32, "absolute position of the first scored token", minimum=0),
             column("scored_token_ids", list_of(INT32), "ids that were scored"),
             column("log_probs", list_of(FLOAT32), "log-prob of each scored token", unit="nat"),
-            column("top_k", INT32, "k; null for a sampled-token score"),
+            column("top_k", INT32, "k; null for a sampled-token score", minimum=1),
             column("top_k_token_ids", list_of(INT32), "k ids for each position, flattened"),
             column("top_k_log_probs", list_of(FLOAT32), "their log-probs, flattened", unit="nat"),
             column("tail_mass", list_of(FLOAT32), "1 - sum of the k probabilities, by position"),

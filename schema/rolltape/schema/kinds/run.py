@@ -8,7 +8,7 @@ from rolltape.schema.kinds._kind import Kind
 _DIGESTS = struct_of(name=STRING, digest=STRING)
 
 _RUN_COLUMNS = (
-    column("purpose", STRING, "train, evaluate or import", required=True),
+    column("purpose", STRING, "what the run is for", required=True, choices=("train", "evaluate", "import")),
     column("config_json", STRING, "the whole configuration, secrets redacted by type"),
     column("config_digest", STRING, "SHA-256 over config_json"),
     column("code_revision", STRING, "revision of the code"),
@@ -19,7 +19,7 @@ _RUN_COLUMNS = (
     column("world_size", INT32, "trainer ranks"),
     column("model_name", STRING, "model identity"),
     column("model_digest", STRING, "digest of the initial weights"),
-    column("vocab_size", INT32, "ids are in [0, vocab_size)"),
+    column("vocab_size", INT32, "ids are in [0, vocab_size)", minimum=1),
     column(
         "precision",
         struct_of(state=STRING, gemm=STRING, rollout_weights=STRING, kv=STRING, checkpoint=STRING),
@@ -43,7 +43,13 @@ RUN_KINDS = (
         doc="A run goes on under a new run epoch; later steps of older epochs are abandoned.",
         columns=(
             *_RUN_COLUMNS,
-            column("continues_from_step", INT64, "last step of older epochs that stays on the live line", required=True),
+            column(
+                "continues_from_step",
+                INT64,
+                "last step of older epochs that stays on the live line",
+                required=True,
+                minimum=0,
+            ),
             column("reason", STRING, "restart, divergence or rewind"),
         ),
     ),
@@ -82,11 +88,11 @@ DISPATCH_KINDS = (
         doc="A rollout is handed out; recorded before it is.",
         requires=("trajectory_id", "attempt", "problem_id"),
         columns=(
-            column("purpose", STRING, "train or evaluate", required=True),
-            column("training_step", INT64, "step that it is meant for (lock step)"),
-            column("group_ordinal", INT32, "place of its group in the step, from 0"),
-            column("member", INT32, "place in its group, from 0"),
-            column("group_size", INT32, "members that the group will have"),
+            column("purpose", STRING, "what it is for", required=True, choices=("train", "evaluate")),
+            column("training_step", INT64, "step that it is meant for (lock step)", minimum=0),
+            column("group_ordinal", INT32, "place of its group in the step, from 0", minimum=0),
+            column("member", INT32, "place in its group, from 0", minimum=0),
+            column("group_size", INT32, "members that the group will have", minimum=1),
             column("worker_id", STRING, "who got it"),
             column("lease_s", FLOAT64, "time until the lease ends", unit="s"),
             column("sampling_seed", INT64, "seed derived from (run seed, step, group ordinal, member, turn 0)"),
@@ -98,7 +104,13 @@ DISPATCH_KINDS = (
         doc="An attempt ended without its own end. Wins over any end of the same attempt.",
         requires=("trajectory_id", "attempt"),
         columns=(
-            column("reason", STRING, "worker_lost, lease_expired, cancelled, superseded", required=True),
+            column(
+                "reason",
+                STRING,
+                "why it ended",
+                required=True,
+                choices=("worker_lost", "lease_expired", "cancelled", "superseded"),
+            ),
             column("detail", STRING, "for people"),
         ),
     ),

@@ -43,7 +43,7 @@ MEMBER_TYPE = struct_of(
 _POLICY = (
     column("policy_id", STRING, "line of models", required=True),
     column("policy_run_epoch", INT32, "run epoch that published the version", required=True),
-    column("version", INT64, "version number", required=True),
+    column("version", INT64, "version number", required=True, minimum=0),
     column("weights_digest", STRING, "digest over names, shapes, dtypes and bytes of all tensors"),
 )
 
@@ -56,7 +56,7 @@ TRAINING_KINDS = (
             column("batch_id", STRING, "id of the batch", required=True),
             column("trainer_id", STRING, "trainer", required=True),
             column("algorithm", STRING, "algorithm", required=True),
-            column("step", INT64, "step that will train it", required=True),
+            column("step", INT64, "step that will train it", required=True, minimum=0),
             column("members", list_of(MEMBER_TYPE), "in the order in which they are trained", required=True),
             column(
                 "dropped",
@@ -94,7 +94,7 @@ TRAINING_KINDS = (
         doc="A step is done, trained or skipped. A batch counts when this names it.",
         columns=(
             column("trainer_id", STRING, "trainer", required=True),
-            column("step", INT64, "step, from 1", required=True),
+            column("step", INT64, "step, from 1", required=True, minimum=0),
             column("batch_id", STRING, "batch", required=True),
             column("skipped", BOOL, "nothing to learn: the optimizer was not called", required=True),
             column("checkpoint_digest", STRING, "checkpoint saved at this step, if any"),
@@ -121,7 +121,7 @@ TRAINING_KINDS = (
         doc="Full state: parameters, moments, scheduler, RNG.",
         columns=(
             column("trainer_id", STRING, "trainer", required=True),
-            column("step", INT64, "step after which it was saved", required=True),
+            column("step", INT64, "step after which it was saved", required=True, minimum=0),
             column("path", STRING, "place, relative to the lake", required=True),
             column("num_bytes", INT64, "size", unit="bytes"),
             column("digest", STRING, "digest over all files", required=True),
@@ -157,11 +157,19 @@ WEIGHTS_KINDS = (
         doc="New weights lie in the lake. Published is not in effect.",
         columns=(
             *_POLICY,
-            column("role", STRING, "actor, critic, reference or teacher"),
+            column(
+                "role", STRING, "what the policy is to the run", choices=("actor", "critic", "reference", "teacher")
+            ),
             column("parent_version", INT64, "version that it came from"),
             column("step", INT64, "training step"),
             column("stage", STRING, "training stage"),
-            column("payload", STRING, "full, delta, adapter or unchanged", required=True),
+            column(
+                "payload",
+                STRING,
+                "what the shards hold",
+                required=True,
+                choices=("full", "delta", "adapter", "unchanged"),
+            ),
             column("base_digest", STRING, "base of a delta or adapter"),
             column("path", STRING, "folder of the shards, relative to the lake"),
             column("parallel_layout", STRING, "layout of the shards"),
@@ -182,7 +190,11 @@ WEIGHTS_KINDS = (
         name="weights_staged",
         plane="weights",
         doc="An engine holds verified bytes of a version, not yet serving.",
-        columns=(*_POLICY, column("engine_id", STRING, "engine", required=True), column("duration_s", FLOAT64, "time", unit="s")),
+        columns=(
+            *_POLICY,
+            column("engine_id", STRING, "engine", required=True),
+            column("duration_s", FLOAT64, "time", unit="s"),
+        ),
     ),
     Kind(
         name="weights_committed",
@@ -202,7 +214,7 @@ WEIGHTS_KINDS = (
         columns=(
             *_POLICY,
             column("engine_id", STRING, "engine", required=True),
-            column("caches", STRING, "dropped or kept"),
+            column("caches", STRING, "what became of caches of older versions", choices=("dropped", "kept")),
             column("duration_s", FLOAT64, "time of the switch", unit="s"),
         ),
     ),
