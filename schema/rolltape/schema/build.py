@@ -1,0 +1,264 @@
+"""From columns of Python, NumPy or Arrow values to a record batch of one kind; a bad row is set aside, never the batch.
+
+Columns are named flat: envelope columns, token columns and the kind's own fields side by side. A column is an array or
+list with one value a row, or one plain value (text, number, bytes, dict, None …) for every row. Conversion is strict:
+``1.5`` is no integer, ``"5"`` no number, ``True`` no count, and a dict with an unknown key is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.types as pt
+
+from rolltape.schema.align import fit_array
+from rolltape.schema.envelope import SCHEMA_VERSION
+from rolltape.schema.errors import ValidationError
+from rolltape.schema.layout import Layout, Place, assemble, blank_columns, layout_of
+from rolltape.schema.reasons import BAD_VALUE, BROKEN_UTF8, ID_OVERFLOW
+
+PayloadFormat = Literal["arrow_ipc", "json_line", "raw"]
+
+_PLAIN_VALUES: Final = (str, bytes, int, float, bool, datetime, dict, type(None), np.generic, pa.Scalar)
+_UNFIT: Final = (ValidationError, pa.ArrowException, OverflowError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusedRow:
+    """A row that could not be recorded: its index in the caller's columns, a named reason, and its bytes."""
+
+    row: int
+    reason: str
+    detail: str
+    payload: bytes
+    payload_format: PayloadFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A batch of the rows that are fit, ``kept_rows`` (int64 ``[num_rows]``, their indices in the input), the others."""
+
+    batch: pa.RecordBatch
+    kept_rows: npt.NDArray[np.int64]
+    refused: tuple[RefusedRow, ...]
+
+
+def build_batch(kind: str, columns: Mapping[str, Any], num_rows: int | None = None) -> Built:
+    """Build one record batch of ``kind``; ``kind`` and ``schema_version`` are filled in where not given.
+
+    Args:
+        kind: name of the event kind.
+        columns: flat name → values.
+        num_rows: needed where every column is one plain value; default then: 1.
+
+    Raises:
+        UnknownKindError: no such kind.
+        ValidationError: no such column, or columns of different lengths. Bad *values* raise nothing: their rows come
+            back as :attr:`Built.refused`.
+    """
+    layout = layout_of(kind)
+    places = {name: layout.place(name) for name in columns}
+    num_rows = _count_rows(kind, columns, num_rows)
+    arrays, unfit = _convert_all(places, columns, num_rows)
+    kept = np.arange(num_rows)
+    refused: tuple[RefusedRow, ...] = ()
+    if unfit:
+        refusals = _unfit_rows(places, columns, unfit, num_rows)
+        refused = tuple(_refuse(row, *refusals[row], columns, num_rows) for row in sorted(refusals))
+        kept = np.delete(kept, list(refusals))
+        arrays = _convert_kept(places, columns, kept, num_rows)
+    return Built(batch=_place_all(layout, places, arrays, len(kept)), kept_rows=kept, refused=refused)
+
+
+def with_columns(batch: pa.RecordBatch, columns: Mapping[str, Any]) -> pa.RecordBatch:
+    """``batch`` with some columns replaced, by flat name: how recorders and logs stamp events.
+
+    Raises:
+        ValidationError: a value does not fit; stamps are made by us, so nothing is set aside here.
+    """
+    layout = layout_of(batch.schema.field(batch.num_columns - 1).name)
+    top = batch.columns
+    struct = top.pop()
+    children: list[pa.Array] | None = None
+    for name, value in columns.items():
+        place = layout.place(name)
+        array = _convert(value, place, batch.num_rows)
+        if len(array) != batch.num_rows:
+            raise ValidationError(f"{name}: expected {batch.num_rows} values, got {len(array)}")
+        if not place.in_struct:
+            top[place.index] = array
+            continue
+        children = struct.flatten() if children is None else children
+        children[place.index] = array
+    if children is not None:
+        return assemble(layout, top, children)
+    return pa.RecordBatch.from_arrays([*top, struct], schema=layout.schema)
+
+
+def _place_all(
+    layout: Layout, places: Mapping[str, Place], arrays: Mapping[str, pa.Array], num_rows: int
+) -> pa.RecordBatch:
+    top, children = blank_columns(layout.kind.name, num_rows)
+    for name, text in (("kind", layout.kind.name), ("schema_version", SCHEMA_VERSION)):
+        if name not in arrays:
+            top[layout.place(name).index] = _repeated_text(text, num_rows)
+    for name, array in arrays.items():
+        place = places[name]
+        (children if place.in_struct else top)[place.index] = array
+    return assemble(layout, top, children)
+
+
+def _count_rows(kind: str, columns: Mapping[str, Any], num_rows: int | None) -> int:
+    lengths = {name: len(value) for name, value in columns.items() if not isinstance(value, _PLAIN_VALUES)}
+    if num_rows is None:
+        num_rows = next(iter(lengths.values()), 1)
+    wrong = {name: length for name, length in lengths.items() if length != num_rows}
+    if wrong:
+        raise ValidationError(f"{kind}: expected {num_rows} values in every column, got {wrong}")
+    return num_rows
+
+
+def _convert_all(
+    places: Mapping[str, Place], columns: Mapping[str, Any], num_rows: int
+) -> tuple[dict[str, pa.Array], list[str]]:
+    arrays: dict[str, pa.Array] = {}
+    unfit: list[str] = []
+    for name, value in columns.items():
+        try:
+            arrays[name] = _convert(value, places[name], num_rows)
+        except _UNFIT:
+            unfit.append(name)
+    return arrays, unfit
+
+
+def _convert(value: Any, place: Place, num_rows: int) -> pa.Array:
+    type_ = place.spec.type
+    if isinstance(value, _PLAIN_VALUES):
+        return _repeated(value, place, num_rows)
+    if isinstance(value, pa.ChunkedArray):
+        value = value.combine_chunks()
+    elif isinstance(value, np.ndarray):
+        value = _from_numpy(value)
+    elif not isinstance(value, pa.Array):
+        value = _from_sequence(value, type_)
+    return fit_array(value, type_, place.spec.name)
+
+
+def _repeated(value: Any, place: Place, num_rows: int) -> pa.Array:
+    type_ = place.spec.type
+    if value is None:
+        return pa.nulls(num_rows, type_)
+    if type(value) is str and pt.is_string(type_):
+        return _repeated_text(value, num_rows)
+    one = fit_array(pa.array([value.as_py() if isinstance(value, pa.Scalar) else value]), type_, place.spec.name)
+    return one if num_rows == 1 else pa.repeat(one[0], num_rows)
+
+
+@lru_cache(maxsize=1024)
+def _repeated_text(text: str, num_rows: int) -> pa.Array:
+    return pa.array([text], pa.string()) if num_rows == 1 else pa.repeat(pa.scalar(text, pa.string()), num_rows)
+
+
+def _from_numpy(values: npt.NDArray[Any]) -> pa.Array:
+    if values.ndim == 1:
+        return pa.array(values) if values.dtype != object else _from_sequence(values.tolist(), pa.null())
+    if values.ndim != 2:
+        raise ValidationError(f"expected an array of one or two dimensions, got shape {values.shape}")
+    rows, width = values.shape
+    offsets = np.arange(rows + 1, dtype=np.int64) * width
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.reshape(-1)))
+
+
+def _from_sequence(values: Sequence[Any], type_: pa.DataType) -> pa.Array:
+    if pt.is_list(type_) and not pt.is_nested(type_.value_type) and _are_arrays(values):
+        return _from_ragged(values)
+    return pa.array(values)
+
+
+def _are_arrays(values: Sequence[Any]) -> bool:
+    dtypes = {value.dtype if type(value) is np.ndarray and value.ndim == 1 else None for value in values if value is not None}
+    return len(dtypes) == 1 and None not in dtypes and object not in dtypes
+
+
+def _from_ragged(values: Sequence[npt.NDArray[Any] | None]) -> pa.Array:
+    """One copy of all rows' tokens: no Python object for any token."""
+    lengths = [0 if value is None else len(value) for value in values]
+    offsets = np.zeros(len(values) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    tokens = np.concatenate([value for value in values if value is not None])
+    mask = pa.array([value is None for value in values]) if None in [v if v is None else 0 for v in values] else None
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens), mask=mask)
+
+
+def _unfit_rows(
+    places: Mapping[str, Place], columns: Mapping[str, Any], unfit: Sequence[str], num_rows: int
+) -> dict[int, tuple[str, str]]:
+    """Row → (reason, detail) for every row with a value that does not fit; only columns that failed are looked at."""
+    refusals: dict[int, tuple[str, str]] = {}
+    for name in unfit:
+        place = places[name]
+        for row in range(num_rows):
+            if row in refusals:
+                continue
+            try:
+                _convert(_rows_of(columns[name], np.array([row])), place, 1)
+            except _UNFIT as error:
+                refusals[row] = _explain(error, _value_of(columns[name], row), place)
+    return refusals
+
+
+def _explain(error: Exception, value: Any, place: Place) -> tuple[str, str]:
+    name, type_ = place.spec.name, place.spec.type
+    if isinstance(error, UnicodeError) or "utf8" in str(error).lower():
+        return BROKEN_UTF8, f"{name}: expected UTF-8 text, got bytes that are not: {error}"
+    if pt.is_list(type_) and type_.value_type == pa.int32() and _all_integers(value):
+        wide = next(number for number in value if number is not None and not -(2**31) <= number < 2**31)
+        return ID_OVERFLOW, f"{name}: expected ids within int32, got {wide}"
+    return BAD_VALUE, f"{name}: expected {type_}, got {type(value).__name__}: {error}"
+
+
+def _all_integers(value: Any) -> bool:
+    return isinstance(value, (list, tuple, np.ndarray)) and all(
+        number is None or (isinstance(number, (int, np.integer)) and not isinstance(number, bool)) for number in value
+    )
+
+
+def _rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
+    if isinstance(value, _PLAIN_VALUES):
+        return value
+    if isinstance(value, (pa.Array, pa.ChunkedArray)):
+        return value.take(pa.array(rows))
+    if isinstance(value, np.ndarray):
+        return value[rows]
+    return [value[row] for row in rows]
+
+
+def _value_of(value: Any, row: int) -> Any:
+    if isinstance(value, _PLAIN_VALUES):
+        return value
+    item = value[row]
+    return item.as_py() if isinstance(item, pa.Scalar) else item
+
+
+def _convert_kept(
+    places: Mapping[str, Place], columns: Mapping[str, Any], kept: npt.NDArray[np.int64], num_rows: int
+) -> dict[str, pa.Array]:
+    if not len(kept):
+        return {}
+    return {name: _convert(_rows_of(value, kept), places[name], len(kept)) for name, value in columns.items()}
+
+
+def _refuse(row: int, reason: str, detail: str, columns: Mapping[str, Any], num_rows: int) -> RefusedRow:
+    from rolltape.schema.jsonline import to_json_line
+
+    values = {name: _value_of(value, row) for name, value in columns.items()}
+    return RefusedRow(
+        row=row, reason=reason, detail=detail, payload=to_json_line(values), payload_format="json_line"
+    )
