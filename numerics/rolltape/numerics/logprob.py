@@ -1,0 +1,149 @@
+"""Log-probs of given tokens from hidden states, without ever holding a ``[N, V]`` matrix.
+
+The output matrix is visited in blocks of rows; the backward pass makes each block's logits again instead of keeping
+them. Values and gradients equal the naive ``log_softmax`` and ``gather`` (a test pins both).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rolltape.schema.errors import ConfigError
+
+CHUNK_ELEMENTS: Final = 1 << 23
+"""Logits that one block may hold, unless ``chunk_size`` says otherwise: 32 MiB of float32."""
+
+
+class TokenLogProbs(NamedTuple):
+    """Log-prob of each given token, and entropy of the distribution that it was scored under."""
+
+    log_probs: Tensor
+    """``[N]`` float32 (float64 for float64 inputs), nat."""
+    entropy: Tensor | None
+    """``[N]``, nat, of the unmasked distribution at the same temperature; ``None`` when not asked for."""
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int | None = None,
+    with_entropy: bool = True,
+) -> TokenLogProbs:
+    """Score ``token_ids`` under ``softmax(hidden @ weight.T / temperature)``.
+
+    Args:
+        hidden: ``[N, H]``, the state *before* each token (the caller has done the shift by one).
+        weight: ``[V, H]``, the output matrix.
+        token_ids: ``[N]`` integer ids in ``[0, V)``.
+        temperature: the one the tokens were sampled at; the sampled distribution is the one that is scored.
+        chunk_size: rows per block; by default as many as :data:`CHUNK_ELEMENTS` logits allow.
+        with_entropy: also return the entropy (one more pass over each block).
+
+    Both outputs are differentiable in ``hidden`` and ``weight``. Logits are formed in the inputs' dtype and everything
+    after them in float32.
+
+    Raises:
+        ConfigError: temperature or chunk size are not positive, or shapes do not fit.
+    """
+    if not temperature > 0.0:
+        raise ConfigError(
+            f"temperature: expected > 0 (greedy decoding has no distribution to score), got {temperature}"
+        )
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ConfigError(
+            f"expected hidden [N, H] and weight [V, H], got {list(hidden.shape)} and {list(weight.shape)}"
+        )
+    if token_ids.shape != hidden.shape[:1]:
+        raise ConfigError(f"token_ids: expected {list(hidden.shape[:1])}, got {list(token_ids.shape)}")
+    rows = chunk_size if chunk_size is not None else max(1, CHUNK_ELEMENTS // weight.shape[0])
+    if rows < 1:
+        raise ConfigError(f"chunk_size: expected at least 1, got {rows}")
+    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, token_ids.long(), float(temperature), rows, with_entropy)
+    return TokenLogProbs(log_probs, entropy if with_entropy else None)
+
+
+def _block_log_softmax(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    logits = functional.linear(hidden, weight).to(dtype)
+    if temperature != 1.0:
+        logits = logits / temperature
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _accumulation_dtype(hidden: Tensor) -> torch.dtype:
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, token_ids: Tensor, temperature: float, rows: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        dtype = _accumulation_dtype(hidden)
+        log_probs = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
+        entropy = torch.zeros_like(log_probs)
+        for start in range(0, hidden.shape[0], rows):
+            block = slice(start, start + rows)
+            log_softmax = _block_log_softmax(hidden[block], weight, temperature, dtype)
+            log_probs[block] = log_softmax.gather(1, token_ids[block, None]).squeeze(1)
+            if with_entropy:
+                entropy[block] = -(log_softmax.exp() * log_softmax).sum(1)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, token_ids, entropy)
+        ctx.temperature, ctx.rows = temperature, rows
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        grad_log_probs, grad_entropy = grad_outputs
+        hidden, weight, token_ids, entropy = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight) if wants_weight else None
+        if grad_log_probs is None and grad_entropy is None:
+            return grad_hidden, grad_weight, None, None, None, None
+        for start in range(0, hidden.shape[0], ctx.rows):
+            block = slice(start, start + ctx.rows)
+            log_softmax = _block_log_softmax(hidden[block], weight, ctx.temperature, entropy.dtype)
+            grad = _block_logit_gradient(
+                log_softmax,
+                token_ids[block],
+                None if grad_log_probs is None else grad_log_probs[block],
+                None if grad_entropy is None else grad_entropy[block],
+                entropy[block],
+            )
+            if ctx.temperature != 1.0:
+                grad = grad / ctx.temperature
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[block] = grad @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[block])
+        return grad_hidden, grad_weight, None, None, None, None
+
+
+def _block_logit_gradient(
+    log_softmax: Tensor,
+    token_ids: Tensor,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """Gradient of one block's (tempered) logits.
+
+    ``d log p_y / d z_j = 1[j = y] - p_j`` and ``d H / d z_j = -p_j (log p_j + H)``.
+    """
+    probs = log_softmax.exp()
+    grad = torch.zeros_like(probs)
+    if grad_log_probs is not None:
+        grad = probs * -grad_log_probs[:, None]
+        grad.scatter_add_(1, token_ids[:, None], grad_log_probs[:, None])
+    if grad_entropy is not None:
+        grad = grad - grad_entropy[:, None] * probs * (log_softmax + entropy[:, None])
+    return grad
