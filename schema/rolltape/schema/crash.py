@@ -1,6 +1,6 @@
 """Named crash windows: places where a fault-injection test may kill the process.
 
-``ROLLTAPE_CRASH="after_commit:3:/tmp/mark,…"`` kills the process with SIGKILL at the third passage of
+``ROLLTAPE_CRASH="after_commit:3:marks/after_commit,…"`` kills the process with SIGKILL at the third passage of
 ``after_commit``, once: the mark file is created first, and where it exists nothing happens. Unset, a passage costs one
 dictionary look-up.
 """
