@@ -1,0 +1,229 @@
+"""Data files: one kind each, as Parquet.
+
+Token ids are PLAIN, log-probs and other float lists BYTE_STREAM_SPLIT, all of it zstd level 1: every bit pattern comes
+back (−0.0, NaN payloads, denormals, infinities). Top-level columns that are wholly null are left out; readers put them
+back. Row groups stay small, so that one trajectory is found without reading its neighbours.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rolltape.schema.render import arrow_schema
+from rolltape.store.location import Location
+
+MAX_GROUP_ROWS: Final = 256
+MAX_GROUP_TOKENS: Final = 500_000
+MAX_SCALAR_GROUP_ROWS: Final = 4_096
+SMALL_ROWS: Final = 64
+
+STATISTICS: Final = ("kind", "run_id", "log_topic", "log_partition", "log_offset", "trajectory_id", "group_id")
+
+
+class _Encoding(NamedTuple):
+    dictionary: tuple[str, ...]
+    byte_stream_split: tuple[str, ...]
+
+
+def _leaves(type_: pa.DataType, path: str, in_list: bool) -> Iterator[tuple[str, pa.DataType, bool]]:
+    if pa.types.is_struct(type_):
+        for child in type_.fields:
+            yield from _leaves(child.type, f"{path}.{child.name}", in_list)
+    elif pa.types.is_list(type_):
+        yield from _leaves(type_.value_type, f"{path}.list.element", True)
+    else:
+        yield path, type_, in_list
+
+
+@cache
+def _encoding(kind: str) -> _Encoding:
+    dictionary, split = [], []
+    for column in arrow_schema(kind):
+        for path, type_, in_list in _leaves(column.type, column.name, False):
+            if in_list and pa.types.is_floating(type_):
+                split.append(path)
+            elif not (in_list and pa.types.is_integer(type_)) and not pa.types.is_boolean(type_):
+                dictionary.append(path)
+    return _Encoding(tuple(dictionary), tuple(split))
+
+
+def token_column(kind: str) -> str | None:
+    """The list column whose lengths say how large a row of ``kind`` is, where it has one."""
+    return "token_ids" if "token_ids" in arrow_schema(kind).names else None
+
+
+def row_group_ends(kind: str, table: pa.Table) -> list[int]:
+    """Row numbers at which row groups end: at most 256 rows and, save for a single longer row, 0.5M tokens."""
+    name = token_column(kind)
+    num_rows: int = table.num_rows
+    if name is None or name not in table.column_names:
+        return [*range(MAX_SCALAR_GROUP_ROWS, num_rows, MAX_SCALAR_GROUP_ROWS), num_rows]
+    return _group_ends(_list_ends(table[name]), num_rows)
+
+
+def _list_ends(column: pa.ChunkedArray) -> np.ndarray:
+    """Running number of list elements after each row, int64; null rows count none."""
+    lengths = [
+        np.diff(np.asarray(chunk.offsets, dtype=np.int64)) if chunk.null_count == 0 else _lengths_with_nulls(chunk)
+        for chunk in column.chunks
+    ]
+    return np.cumsum(np.concatenate(lengths)) if lengths else np.zeros(0, np.int64)
+
+
+def _lengths_with_nulls(chunk: pa.ListArray) -> np.ndarray:
+    lengths: np.ndarray = chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+    return lengths
+
+
+def _group_ends(token_ends: np.ndarray, num_rows: int) -> list[int]:
+    ends: list[int] = []
+    start = 0
+    while start < num_rows:
+        before = int(token_ends[start - 1]) if start else 0
+        by_tokens = int(np.searchsorted(token_ends, before + MAX_GROUP_TOKENS, side="right"))
+        start = min(num_rows, start + MAX_GROUP_ROWS, max(by_tokens, start + 1))
+        ends.append(start)
+    return ends
+
+
+def drop_null_columns(table: pa.Table) -> pa.Table:
+    """The table without the top-level columns that hold nothing (``kind`` always stays)."""
+    num_rows: int = table.num_rows
+    kept = [name for name, column in zip(table.column_names, table.columns, strict=True) if column.null_count < num_rows]
+    return table.select(kept)
+
+
+def encode_file(kind: str, table: pa.Table) -> pa.Buffer:
+    """The bytes of one data file that holds ``table``, all of one kind."""
+    table = drop_null_columns(table)
+    encoding = _encoding(kind)
+    sink = pa.BufferOutputStream()
+    small = table.num_rows < SMALL_ROWS
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=False if small else list(encoding.dictionary),
+        use_byte_stream_split=list(encoding.byte_stream_split),
+        write_statistics=list(STATISTICS),
+        store_schema=False,
+    ) as writer:
+        start = 0
+        for end in row_group_ends(kind, table):
+            writer.write_table(table.slice(start, end - start), row_group_size=max(end - start, 1))
+            start = end
+    return sink.getvalue()
+
+
+class _Footers:
+    """Footers of data files that were read, newest use kept; files never change, so neither do footers."""
+
+    def __init__(self, capacity: int = 1_024) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[str, pq.FileMetaData] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, url: str) -> pq.FileMetaData | None:
+        with self._lock:
+            if url in self._kept:
+                self._kept.move_to_end(url)
+            return self._kept.get(url)
+
+    def put(self, url: str, footer: pq.FileMetaData) -> None:
+        with self._lock:
+            self._kept[url] = footer
+            if len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
+
+
+_FOOTERS: Final = _Footers()
+
+
+def open_file(location: Location) -> pq.ParquetFile:
+    """Open a data file; its footer is parsed once a process."""
+    footer = _FOOTERS.get(location.url)
+    file = pq.ParquetFile(location.open_input(), metadata=footer, pre_buffer=not location.is_local)
+    if footer is None:
+        _FOOTERS.put(location.url, file.metadata)
+    return file
+
+
+def groups_with_offsets(file: pq.ParquetFile, low: int, high: int) -> list[int]:
+    """Row groups that may hold log offsets in [low, high)."""
+    return _groups_within(file, "log_offset", low, high - 1)
+
+
+def groups_with_ids(file: pq.ParquetFile, sorted_ids: Sequence[str]) -> list[int]:
+    """Row groups that may hold one of the trajectory ids."""
+    import bisect
+
+    kept = []
+    for group, (low, high) in enumerate(_group_ranges(file, "trajectory_id")):
+        if low is None or high is None:
+            kept.append(group)
+            continue
+        place = bisect.bisect_left(sorted_ids, low)
+        if place < len(sorted_ids) and sorted_ids[place] <= high:
+            kept.append(group)
+    return kept
+
+
+def _groups_within(file: pq.ParquetFile, column: str, low: Any, high: Any) -> list[int]:
+    return [
+        group
+        for group, (least, most) in enumerate(_group_ranges(file, column))
+        if least is None or most is None or (least <= high and most >= low)
+    ]
+
+
+def _group_ranges(file: pq.ParquetFile, column: str) -> Iterator[tuple[Any, Any]]:
+    footer = file.metadata
+    names = [footer.schema.column(i).path for i in range(footer.num_columns)]
+    place = names.index(column) if column in names else None
+    for group in range(footer.num_row_groups):
+        statistics = footer.row_group(group).column(place).statistics if place is not None else None
+        if statistics is None or not statistics.has_min_max:
+            yield None, None
+        else:
+            yield statistics.min, statistics.max
+
+
+def read_groups(
+    file: pq.ParquetFile, kind: str, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
+) -> pa.Table:
+    """Row groups of an open data file as a table of ``kind``'s schema, or of the columns named (in that order).
+
+    A dotted name (``action_sampled.version_runs``) decodes that field of a struct alone; the other fields read as null.
+    """
+    present = None if columns is None else [name for name in columns if name.split(".")[0] in file.schema_arrow.names]
+    if groups is None or len(groups) == file.num_row_groups:
+        table = file.read(columns=present)
+    else:
+        table = file.read_row_groups(list(groups), columns=present)
+    return conform_columns(table, kind, columns)
+
+
+def conform_columns(table: pa.Table, kind: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """``table`` with the schema of ``kind``: all columns, or those named. Absent columns become null."""
+    schema = arrow_schema(kind)
+    names = schema.names if columns is None else list(dict.fromkeys(name.split(".")[0] for name in columns))
+    present = {name: table[name] for name in names if name in table.column_names}
+    strange = [name for name, column in present.items() if column.type != schema.field(name).type]
+    if strange:
+        from rolltape.schema.codec import conform
+
+        repaired = conform(table.select(strange), kind)
+        present |= {name: repaired[name] for name in strange}
+    for name in names:
+        if name not in present:
+            present[name] = pa.chunked_array([pa.nulls(table.num_rows, schema.field(name).type)])
+    return pa.table([present[name] for name in names], schema=pa.schema([schema.field(name) for name in names]))

@@ -1,0 +1,339 @@
+"""The Delta transaction log: reading it version by version, and adding one version.
+
+Written to the Delta protocol (https://github.com/delta-io/delta/blob/master/PROTOCOL.md): a version is the file
+``_delta_log/<version>.json`` of one action a line, and it exists as a whole or not at all. On a local disk the file is
+created by a hard link, which is a put-if-absent, and synced; this costs a millisecond whatever the table's size. In
+object stores the same version goes through delta-rs, which knows each store's conditional put.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import urllib.parse
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from rolltape.schema.errors import LakeFormatError, LakeNotFoundError
+from rolltape.store.location import Location
+from rolltape.store.snapshot import EMPTY, DataFile, LogCommit, Snapshot
+
+STATISTICS_COLUMNS: Final = ("kind", "log_topic", "log_partition", "log_offset", "run_id", "trajectory_id")
+
+# What this code understands of the protocol: no column mapping, no deletion vectors, no V2 checkpoints.
+MAX_READER_VERSION: Final = 1
+MAX_WRITER_VERSION: Final = 2
+
+_CHECKPOINT_NAME: Final = re.compile(r"^(\d{20})\.checkpoint(?:\.(\d{10})\.(\d{10}))?\.parquet$")
+_COMMIT_NAME: Final = re.compile(r"^(\d{20})\.json$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewFile:
+    """A data file that was written and is to be committed; ``stats`` is the JSON that Delta keeps beside it."""
+
+    file: DataFile
+    stats: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actions:
+    """What one commit is to say.
+
+    ``data_change`` is false where the same rows only move to other files.
+    """
+
+    operation: str
+    added: Sequence[NewFile] = ()
+    removed: Sequence[DataFile] = ()
+    transactions: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    data_change: bool = True
+
+
+def commit_name(version: int) -> str:
+    """File name of a version."""
+    return f"{version:020d}.json"
+
+
+# Statistics
+
+
+def describe_file(path: str, size_bytes: int, kind: str, table: pa.Table) -> NewFile:
+    """The data file's bounds and statistics, taken from the rows that were written to it."""
+    least: dict[str, Any] = {}
+    most: dict[str, Any] = {}
+    nulls: dict[str, int] = {}
+    for name in STATISTICS_COLUMNS:
+        column = table[name] if name in table.column_names else None
+        nulls[name] = table.num_rows if column is None else column.null_count
+        if column is not None and column.null_count < table.num_rows:
+            bounds = pc.min_max(column).as_py()
+            least[name], most[name] = bounds["min"], bounds["max"]
+    stats = {"numRecords": table.num_rows, "minValues": least, "maxValues": most, "nullCount": nulls}
+    file = _data_file(path, size_bytes, stats, kind)
+    return NewFile(file=file, stats=json.dumps(stats, separators=(",", ":")))
+
+
+def _data_file(path: str, size_bytes: int, stats: Mapping[str, Any], kind: str | None = None) -> DataFile:
+    least, most = stats.get("minValues") or {}, stats.get("maxValues") or {}
+    bounds: dict[str, Any] = {}
+    for name in STATISTICS_COLUMNS[1:]:
+        bounds[f"min_{name}"], bounds[f"max_{name}"] = least.get(name), most.get(name)
+    found = kind or least.get("kind")
+    if found is None or (kind is None and found != most.get("kind")):
+        raise LakeFormatError(f"expected a data file of one kind with statistics, got {path!r}; it is not of this writer")
+    return DataFile(path=path, size_bytes=size_bytes, num_rows=stats.get("numRecords", 0), kind=found, **bounds)
+
+
+def _added_file(add: Mapping[str, Any]) -> DataFile:
+    stats = json.loads(add.get("stats") or "{}")
+    return _data_file(urllib.parse.unquote(add["path"]), add["size"], stats)
+
+
+# Reading
+
+
+def parse_commit(version: int, data: bytes) -> LogCommit:
+    """Read the actions of one version."""
+    added, new, removed = [], [], []
+    transactions: dict[str, int] = {}
+    schema_json = configuration = protocol = None
+    for line in data.splitlines():
+        if not line.strip():
+            continue
+        action = json.loads(line)
+        if "add" in action:
+            file = _added_file(action["add"])
+            added.append(file)
+            if action["add"]["dataChange"]:
+                new.append(file)
+        elif "remove" in action:
+            removed.append(urllib.parse.unquote(action["remove"]["path"]))
+        elif "txn" in action:
+            transactions[action["txn"]["appId"]] = action["txn"]["version"]
+        elif "metaData" in action:
+            schema_json = action["metaData"]["schemaString"]
+            configuration = MappingProxyType(action["metaData"].get("configuration") or {})
+        elif "protocol" in action:
+            protocol = MappingProxyType(action["protocol"])
+    return LogCommit(
+        version=version,
+        added=tuple(added),
+        new=tuple(new),
+        removed=tuple(removed),
+        transactions=MappingProxyType(transactions),
+        schema_json=schema_json,
+        configuration=configuration,
+        protocol=protocol,
+    )
+
+
+def format_commit(actions: Actions) -> bytes:
+    """The bytes of one version."""
+    now_ms = time.time_ns() // 1_000_000
+    lines: list[dict[str, Any]] = [
+        {
+            "commitInfo": {
+                "timestamp": now_ms,
+                "operation": actions.operation,
+                "operationParameters": {"mode": "Append"},
+                "isBlindAppend": not actions.removed,
+                "engineInfo": "rolltape",
+                "txnId": str(uuid.uuid4()),
+            }
+        }
+    ]
+    lines += [
+        {"txn": {"appId": app, "version": version, "lastUpdated": now_ms}}
+        for app, version in actions.transactions.items()
+    ]
+    lines += [
+        {
+            "remove": {
+                "path": file.path,
+                "deletionTimestamp": now_ms,
+                "dataChange": actions.data_change,
+                "extendedFileMetadata": True,
+                "partitionValues": {},
+                "size": file.size_bytes,
+            }
+        }
+        for file in actions.removed
+    ]
+    lines += [
+        {
+            "add": {
+                "path": added.file.path,
+                "partitionValues": {},
+                "size": added.file.size_bytes,
+                "modificationTime": now_ms,
+                "dataChange": actions.data_change,
+                "stats": added.stats,
+            }
+        }
+        for added in actions.added
+    ]
+    return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
+
+
+class TransactionLog:
+    """The log of one table. Holds no state of the table; :class:`Snapshot` does."""
+
+    def __init__(self, table: Location) -> None:
+        self.table = table
+        self.folder = table.child("_delta_log")
+
+    def exists(self) -> bool:
+        """Whether there is a table."""
+        return any(info.path.endswith((".json", ".parquet")) for info in self.folder.list())
+
+    def read_commit(self, version: int) -> LogCommit | None:
+        """One version, or None where its file does not exist (not yet, or not any more)."""
+        data = self.read_bytes(version)
+        return None if data is None else parse_commit(version, data)
+
+    def read_bytes(self, version: int) -> bytes | None:
+        """The file of one version, or None."""
+        try:
+            return self.folder.child(commit_name(version)).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def checkpoint_version(self) -> int:
+        """The version that ``_last_checkpoint`` names, −1 where there is none."""
+        try:
+            return int(json.loads(self.folder.child("_last_checkpoint").read_bytes())["version"])
+        except FileNotFoundError:
+            return -1
+
+    def commits_after(self, version: int) -> Iterator[LogCommit]:
+        """The versions that follow ``version``, as far as their files go on without a gap."""
+        while (commit := self.read_commit(version + 1)) is not None:
+            yield commit
+            version = commit.version
+
+    def load(self) -> Snapshot:
+        """The newest snapshot, from the newest checkpoint and the versions after it.
+
+        Raises:
+            LakeNotFoundError: there is no log.
+            LakeFormatError: the log has holes, or asks for a newer protocol.
+        """
+        names = [info.path for info in self.folder.list()]
+        snapshot = _newest_checkpoint(self.folder, names)
+        if snapshot is None:
+            if not any(_COMMIT_NAME.match(name) for name in names):
+                raise LakeNotFoundError(f"there is no lake at {self.table.parent()}; create one with Lake.create")
+            snapshot = EMPTY
+        snapshot = self.refresh(snapshot)
+        if snapshot.version < 0 or not snapshot.schema_json:
+            raise LakeFormatError(f"expected version 0 or a checkpoint in {self.folder}, found neither: log files are gone")
+        return snapshot
+
+    def refresh(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with all later versions applied; loads anew where the log was cleaned past it."""
+        before = snapshot
+        for commit in self.commits_after(snapshot.version):
+            snapshot = snapshot.after(commit)
+        if snapshot.protocol is not before.protocol:
+            check_protocol(snapshot.protocol, self.table)
+        if snapshot is before and before.version >= 0 and self.cleaned_past(before.version):
+            return self.load()
+        return snapshot
+
+    def cleaned_past(self, version: int) -> bool:
+        """Whether the version after this one exists no more because a checkpoint took its place."""
+        return self.checkpoint_version() > version and self.read_bytes(version + 1) is None
+
+    # Writing
+
+    def try_commit(self, base: Snapshot, actions: Actions) -> bool:
+        """Add the version after ``base``, durably; False where somebody else's version stands there.
+
+        A name that is taken by these very bytes counts as done: an answer that was lost is harmless.
+        """
+        version = base.version + 1
+        if self.table.is_local:
+            data = format_commit(actions)
+            done = self.folder.child(commit_name(version)).write_if_absent(data)
+            return done or self.read_bytes(version) == data
+        from rolltape.store.delta import commit_remotely
+
+        return commit_remotely(self.table, base, actions)
+
+
+def check_protocol(protocol: Mapping[str, Any], table: Location) -> None:
+    """Refuse a table that asks for more than this code understands.
+
+    Raises:
+        LakeFormatError: with what the table asks for.
+    """
+    reader, writer = protocol.get("minReaderVersion", 0), protocol.get("minWriterVersion", 0)
+    if reader > MAX_READER_VERSION or writer > MAX_WRITER_VERSION:
+        raise LakeFormatError(
+            f"expected Delta reader/writer versions up to {MAX_READER_VERSION}/{MAX_WRITER_VERSION} at {table}, "
+            f"got {reader}/{writer}; read it with a newer Rolltape"
+        )
+
+
+# Checkpoints
+
+
+def _newest_checkpoint(folder: Location, names: Iterable[str]) -> Snapshot | None:
+    parts: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        match = _CHECKPOINT_NAME.match(name)
+        if match:
+            version, _, count = match.groups()
+            parts.setdefault((int(version), int(count or 1)), []).append(name)
+    whole = [key for key, found in parts.items() if len(found) == key[1]]
+    if not whole:
+        return None
+    newest = max(whole)
+    return _read_checkpoint([folder.child(name) for name in sorted(parts[newest])], newest[0], folder.parent())
+
+
+def _read_checkpoint(files: Sequence[Location], version: int, table: Location) -> Snapshot:
+    rows: list[dict[str, Any]] = []
+    wanted = {
+        "txn": ("appId", "version"),
+        "add": ("path", "size", "stats"),
+        "metaData": ("schemaString", "configuration"),
+        "protocol": ("minReaderVersion", "minWriterVersion"),
+    }
+    for location in files:
+        file = pq.ParquetFile(location.open_input())
+        present = set(file.schema_arrow.names)
+        columns = [f"{name}.{leaf}" for name, fields in wanted.items() if name in present for leaf in fields]
+        rows += file.read(columns=columns).to_pylist()
+    by_kind: dict[str, list[DataFile]] = {}
+    transactions: dict[str, int] = {}
+    metadata: dict[str, Any] = {}
+    protocol: dict[str, Any] = {}
+    for row in rows:
+        if (row.get("add") or {}).get("path") is not None:
+            added = _added_file(row["add"])
+            by_kind.setdefault(added.kind, []).append(added)
+        elif (row.get("txn") or {}).get("appId") is not None:
+            transactions[row["txn"]["appId"]] = row["txn"]["version"]
+        elif (row.get("metaData") or {}).get("schemaString") is not None:
+            metadata = row["metaData"]
+        elif (row.get("protocol") or {}).get("minReaderVersion") is not None:
+            protocol = row["protocol"]
+    check_protocol(protocol, table)
+    return Snapshot(
+        version=version,
+        by_kind=MappingProxyType({kind: tuple(found) for kind, found in by_kind.items()}),
+        transactions=MappingProxyType(transactions),
+        schema_json=metadata.get("schemaString", ""),
+        configuration=MappingProxyType(dict(metadata.get("configuration") or ())),
+        protocol=MappingProxyType(protocol),
+    )

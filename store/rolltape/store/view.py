@@ -1,0 +1,19 @@
+"""What a projection view is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+FOLDED: Final = ("folded_trajectories", "folded_segments")
+"""Sources that the fold makes; views build on them, statements cannot name them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """A projection: its name, its SELECT, the kinds, views and folded sources that this reads, one line of meaning."""
+
+    name: str
+    needs: tuple[str, ...]
+    select: str
+    doc: str
