@@ -16,7 +16,9 @@ class Tokenizer(Protocol):
     """What environments' text and models' ids meet in. Only the agent loop and the models' side call it."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name, as the event ``run_started`` carries it."""
+        ...
 
     @property
     def revision(self) -> str:
@@ -34,13 +36,19 @@ class Tokenizer(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Ids are in ``[0, vocab_size)``."""
+        ...
 
     @property
-    def pad_id(self) -> int: ...
+    def pad_id(self) -> int:
+        """Fills the end of shorter rows."""
+        ...
 
     @property
-    def eos_id(self) -> int: ...
+    def eos_id(self) -> int:
+        """Ends a reply; sampled by the model and trained like any other token."""
+        ...
 
     def encode(self, text: str) -> list[int]:
         """Ids of ``text`` alone: nothing is put before or after."""
@@ -83,34 +91,42 @@ class CharTokenizer:
 
     @property
     def name(self) -> str:
+        """Name of the model that it belongs to."""
         return self._name
 
     @property
     def revision(self) -> str:
+        """Version of the rules; the alphabet has its digest."""
         return "1"
 
     @property
     def file_digest(self) -> str:
+        """``sha256:<hex>`` over the alphabet."""
         return "sha256:" + sha256_hex(self._alphabet.encode())
 
     @property
     def chat_template_digest(self) -> str:
+        """``sha256:<hex>`` over the rule in words."""
         return "sha256:" + sha256_hex(b"contents joined by nothing, begin token first")
 
     @property
     def vocab_size(self) -> int:
+        """Special ids and characters."""
         return NUM_SPECIAL + len(self._alphabet)
 
     @property
     def pad_id(self) -> int:
+        """Id 0."""
         return 0
 
     @property
     def bos_id(self) -> int:
+        """Id 1, the first of every row."""
         return 1
 
     @property
     def eos_id(self) -> int:
+        """Id 2."""
         return 2
 
     def encode(self, text: str) -> list[int]:

@@ -89,7 +89,7 @@ def _load_npu() -> None:
 
 
 def _backend(device_type: str) -> Any:
-    """torch's module of a device type; they share their function names."""
+    """Module of torch for a device type; they share their function names."""
     return getattr(torch, device_type)
 
 
@@ -122,7 +122,9 @@ def set_deterministic(num_threads: int, seed: int) -> None:
     # cuBLAS reads this at its first call; harmless elsewhere.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # Filling every new tensor is meant for finding bugs; it costs time at each allocation.
+    switches: Any = torch.utils.deterministic
+    switches.fill_uninitialized_memory = False
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002 - libraries that use the global generator must repeat too
     torch.manual_seed(seed)

@@ -65,7 +65,8 @@ def linear_log_probs(
     rows = chunk_size if chunk_size is not None else max(1, CHUNK_ELEMENTS // weight.shape[0])
     if rows < 1:
         raise ConfigError(f"chunk_size: expected at least 1, got {rows}")
-    log_probs, entropy = _LinearLogProbs.apply(hidden, weight, token_ids.long(), float(temperature), rows, with_entropy)
+    apply: Any = _LinearLogProbs.apply
+    log_probs, entropy = apply(hidden, weight, token_ids.long(), float(temperature), rows, with_entropy)
     return TokenLogProbs(log_probs, entropy if with_entropy else None)
 
 

@@ -11,9 +11,8 @@ import inspect
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -29,6 +28,7 @@ from rolltape.schema.errors import ConfigError
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 CACHE_VARIABLE: Final = "ROLLTAPE_CACHE"
+_ATTENTION: Final[dict[str, Any]] = {"attn_implementation": "sdpa"}
 SORT_ALPHABET: Final = "0123456789> ="
 
 
@@ -137,15 +137,14 @@ def extend(
         attention_mask=attention_mask,
         position_ids=position_ids,
         use_cache=True,
-        **{_cache_argument(type(backbone)): cache},
+        **{_cache_argument(backbone.forward): cache},
     )
-    return Extension(output.last_hidden_state, getattr(output, _cache_argument(type(backbone))))
+    return Extension(output.last_hidden_state, getattr(output, _cache_argument(backbone.forward)))
 
 
-@cache
-def _cache_argument(backbone: type[nn.Module]) -> str:
-    """transformers renamed it between the versions that we run on."""
-    names = inspect.signature(inspect.unwrap(backbone.forward)).parameters
+def _cache_argument(forward: Callable[..., Any]) -> str:
+    """Name of the cache argument: it differs between the versions of transformers that we run on."""
+    names = inspect.signature(inspect.unwrap(forward)).parameters
     return "cache" if "cache" in names else "past_key_values"
 
 
@@ -173,7 +172,7 @@ def _build_char_model(spec: ModelSpec, seed: int) -> nn.Module:
         bos_token_id=1,
         eos_token_id=2,
         tie_word_embeddings=False,
-        attn_implementation="sdpa",
+        **_ATTENTION,
     )
     with forked_rng(seed):
         model: nn.Module = GPTBigCodeForCausalLM(config)
@@ -236,7 +235,7 @@ def _load_smollm2() -> nn.Module:
     from transformers import LlamaForCausalLM
 
     model: nn.Module = LlamaForCausalLM.from_pretrained(
-        _smollm2_folder(), dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        _smollm2_folder(), dtype=torch.float32, local_files_only=True, **_ATTENTION
     )
     return model
 
@@ -253,31 +252,38 @@ class HubTokenizer:
 
     @property
     def name(self) -> str:
+        """Name of the model that it belongs to."""
         return self._name
 
     @property
     def revision(self) -> str:
+        """First twelve hex digits of the file digest."""
         return self._file_digest.removeprefix("sha256:")[:12]
 
     @property
     def file_digest(self) -> str:
+        """``sha256:<hex>`` over ``tokenizer.json``."""
         return self._file_digest
 
     @property
     def chat_template_digest(self) -> str:
+        """``sha256:<hex>`` over the template's text."""
         return "sha256:" + sha256_hex(str(self._tokenizer.chat_template).encode())
 
     @property
     def vocab_size(self) -> int:
+        """Ids of the file, added tokens included."""
         return len(self._tokenizer)
 
     @property
     def pad_id(self) -> int:
+        """The file's padding id, else the end id."""
         pad = self._tokenizer.pad_token_id
         return int(pad if pad is not None else self.eos_id)
 
     @property
     def eos_id(self) -> int:
+        """The file's end id."""
         return int(self._tokenizer.eos_token_id)
 
     def encode(self, text: str) -> list[int]:

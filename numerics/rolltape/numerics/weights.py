@@ -7,7 +7,7 @@ depend on how a model was sharded or walked.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -245,4 +245,4 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(_plain(tensor).reshape(-1).view(torch.uint8).numpy())
+    return _plain(tensor).reshape(-1).view(torch.uint8).numpy().data
