@@ -1,0 +1,160 @@
+"""A run's configuration: one frozen dataclass for each component, and the TOML file that maps onto it one to one."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rolltape.schema.errors import ConfigError
+from rolltape.trainers.config import TrainerConfig
+
+T = TypeVar("T")
+
+_SECRET_WORDS = ("secret", "password", "token_value", "api_key", "access_key", "credential")
+
+
+class Secret(str):
+    """A value that must never be written: it prints, serialises and hashes as ``***``."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "Secret('***')"
+
+    def __str__(self) -> str:
+        return "***"
+
+    def reveal(self) -> str:
+        """The value itself, for the call that needs it."""
+        return str.__str__(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSection:
+    """Which model is trained."""
+
+    name: str = "char-64x2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvironmentSection:
+    """What it is asked."""
+
+    name: str = "sort_digits"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSection:
+    """How rollouts are sampled."""
+
+    num_workers: int = 1
+    groups_per_step: int = 16
+    group_size: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 4
+    num_threads: int = 1
+    evaluate_heldout: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("num_workers", "groups_per_step", "group_size", "max_tokens", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"rollout.{name}: expected 1 or more, got {getattr(self, name)}")
+        if not self.temperature > 0:
+            raise ConfigError(f"rollout.temperature: expected more than 0 for training, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"rollout.top_p: expected 0 < top_p <= 1, got {self.top_p}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything that decides what a run does. Two runs with equal configurations make equal batches."""
+
+    run_id: str = "run"
+    seed: int = 0
+    model: ModelSection = field(default_factory=ModelSection)
+    environment: EnvironmentSection = field(default_factory=EnvironmentSection)
+    rollout: RolloutSection = field(default_factory=RolloutSection)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def to_json(self) -> str:
+        """Canonical JSON with secrets redacted, as ``run_started`` stores it."""
+        return json.dumps(redacted(dataclasses.asdict(self)), sort_keys=True)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over :meth:`to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> RunConfig:
+        """Build from nested tables; unknown names and wrong types are refused by name."""
+        return _build(cls, data, "")
+
+    @classmethod
+    def from_json(cls, text: str) -> RunConfig:
+        """The inverse of :meth:`to_json`."""
+        return cls.from_dict(json.loads(text))
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> RunConfig:
+        """Read a recipe file.
+
+        Raises:
+            ConfigError: the file cannot be read, or names an unknown field or a value outside its range.
+        """
+        try:
+            with Path(path).open("rb") as file:
+                data = tomllib.load(file)
+        except (OSError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"expected a TOML recipe at {path}: {error}") from error
+        return cls.from_dict(data)
+
+
+def redacted(value: Any, name: str = "") -> Any:
+    """``value`` with secrets replaced: by type (:class:`Secret`) and, in free-form options, by telling names."""
+    if isinstance(value, Secret):
+        return "***"
+    if isinstance(value, dict):
+        return {key: redacted(item, str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted(item, name) for item in value]
+    if value is not None and any(word in name.lower() for word in _SECRET_WORDS):
+        return "***"
+    return value
+
+
+def _build(cls: type[T], data: dict[str, Any], prefix: str) -> T:
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]  # cls is a dataclass; T cannot say so
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ConfigError(f"unknown field {prefix}{unknown[0]}; expected one of {', '.join(sorted(known))}")
+    built: dict[str, Any] = {}
+    for name, value in data.items():
+        built[name] = _coerce(hints[name], value, f"{prefix}{name}")
+    return cls(**built)
+
+
+def _coerce(hint: Any, value: Any, name: str) -> Any:
+    if is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ConfigError(f"{name}: expected a table, got {value!r}")
+        return _build(typing.cast("type[Any]", hint), value, f"{name}.")
+    origin = typing.get_origin(hint) or hint
+    if origin is types.UnionType:
+        return value
+    if origin is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
+        raise ConfigError(f"{name}: expected {getattr(origin, '__name__', origin)}, got {value!r}")
+    return value

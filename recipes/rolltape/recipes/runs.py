@@ -1,0 +1,130 @@
+"""Starting and resuming runs: the lake, the ``run_started`` event, the processes, live progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolltape.ingest.embedded import EmbeddedLog
+from rolltape.ingest.recorder import Recorder
+from rolltape.recipes.config import RunConfig
+from rolltape.recipes.supervisor import Supervisor, children_of
+from rolltape.schema.errors import ConfigError, ReplayError
+from rolltape.store.lake import Lake
+from rolltape.store.location import Location
+from rolltape.trainers.history import RunHistory, metric_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeen:
+    """A completed step, as the tape tells it while the run goes on."""
+
+    step: int
+    version: int
+    skipped: bool
+    metrics: Mapping[str, float]
+
+
+def open_or_create(url: str) -> Lake:
+    """The lake at ``url``, made if there is none."""
+    return Lake.create(Location.parse(url), exist_ok=True)
+
+
+def config_of(lake: Lake, run_id: str) -> RunConfig:
+    """The configuration that a run was started with, from the tape."""
+    return RunConfig.from_json(RunHistory.read(lake, run_id).started["config_json"])
+
+
+def start_run(lake: Lake, config: RunConfig, log: EmbeddedLog) -> bool:
+    """Record ``run_started`` and the problems of the run, unless the run exists; whether it is new.
+
+    Raises:
+        ConfigError: the run exists with another configuration.
+    """
+    try:
+        recorded = RunHistory.read(lake, config.run_id).started
+    except ReplayError:
+        recorded = None
+    if recorded is not None:
+        if recorded["config_digest"] != config.digest:
+            raise ConfigError(
+                f"run {config.run_id!r} was started with another configuration (digest {recorded['config_digest'][:12]}, "
+                f"now {config.digest[:12]}); choose another run_id or another lake"
+            )
+        return False
+    from rolltape.numerics.models import build_tokenizer
+    from rolltape.rollout.environments import make_environment
+    from rolltape.trainers.environment import describe_environment
+
+    tokenizer = build_tokenizer(config.model.name)
+    environment = make_environment(config.environment.name, config.environment.options, config.seed)
+    with Recorder(log, producer_id=f"starter-{config.run_id}", run_id=config.run_id) as recorder:
+        recorder.record(
+            "run_started",
+            purpose="train",
+            config_json=config.to_json(),
+            config_digest=config.digest,
+            model_name=config.model.name,
+            seed=config.seed,
+            vocab_size=tokenizer.vocab_size,
+            tokenizer=tokenizer.identity(),
+            precision={"state": "float32", "gemm": "float32", "rollout_weights": "float32", "kv": "float32"},
+            **describe_environment(),
+        )
+        recorder.record_batch("problem_registered", environment.problem_columns())
+        recorder.flush("logged")
+    return True
+
+
+class Progress:
+    """Follows a run's completed steps on the tape."""
+
+    def __init__(self, log: EmbeddedLog, run_id: str, on_step: Callable[[StepSeen], None]) -> None:
+        self._reader = log.reader(log.end(), topics=("training",), kinds=("train_step_completed",))
+        self._run_id = run_id
+        self._on_step = on_step
+
+    def poll(self) -> None:
+        """Report what came since the last call."""
+        for delivery in self._reader.poll(0.0):
+            rows: list[dict[str, Any]] = delivery.table["train_step_completed"].to_pylist()
+            for run_id, row in zip(delivery.table["run_id"].to_pylist(), rows, strict=True):
+                if run_id == self._run_id:
+                    self._on_step(
+                        StepSeen(
+                            step=row["step"],
+                            version=row["version_out"],
+                            skipped=row["skipped"],
+                            metrics=metric_values(row),
+                        )
+                    )
+
+
+def run(
+    url: str, config: RunConfig, *, on_step: Callable[[StepSeen], None] = lambda _: None, max_restarts: int = 3
+) -> Supervisor:
+    """Start or resume a run and return when it has ended.
+
+    Raises:
+        ChildFailedError: a process failed more often than ``max_restarts``.
+    """
+    lake = open_or_create(url)
+    services, workers = children_of(lake.location.url, config.run_id, config.rollout.num_workers, log_folder(lake))
+    supervisor = Supervisor(services, workers, max_restarts=max_restarts)
+    try:
+        for child in services:
+            child.start()
+        with EmbeddedLog(lake, committer="external") as log:
+            start_run(lake, config, log)
+            progress = Progress(log, config.run_id, on_step)
+            supervisor.run(on_tick=progress.poll)
+    finally:
+        supervisor.stop()
+    return supervisor
+
+
+def log_folder(lake: Lake) -> Path:
+    """Where the run's processes write their logs."""
+    return lake.spool_path / "logs"

@@ -1,0 +1,137 @@
+"""Starting a run's processes on one machine, and starting again those that die.
+
+A committer, a trainer and rollout workers are separate processes that share nothing but the lake. Whatever dies comes
+back and continues from the tape, so a supervisor needs no knowledge of what they do.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from rolltape.schema.errors import RolltapeError
+
+_GRACE_S = 20.0
+
+
+class ChildFailedError(RolltapeError, RuntimeError):
+    """A process of the run failed more often than allowed; the message ends with the tail of its log."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Child:
+    """One process of the run."""
+
+    name: str
+    arguments: list[str]
+    log_path: Path
+    environment: Mapping[str, str]
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+    done: bool = False
+    _log: IO[bytes] | None = None
+
+    def start(self) -> None:
+        """Start (again)."""
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        if self._log is None:
+            self._log = self.log_path.open("ab")
+        command = [sys.executable, "-m", "rolltape.recipes.cli", *self.arguments]
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, env={**os.environ, **self.environment}
+        )
+        self.starts += 1
+
+    def stop(self) -> None:
+        """Ask to end, then kill; idempotent."""
+        process = self.process
+        if process is not None and process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def log_tail(self, num_lines: int = 15) -> str:
+        """The last lines it wrote."""
+        try:
+            lines = self.log_path.read_text(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        return "\n".join(lines[-num_lines:])
+
+
+@dataclass(slots=True)
+class Supervisor:
+    """Runs children until the last of those that end by themselves has ended.
+
+    ``services`` (the committer) never end by themselves and are stopped last.
+    """
+
+    services: list[Child]
+    workers: list[Child]
+    max_restarts: int = 3
+    restarts: dict[str, int] = field(default_factory=dict)
+
+    def run(self, *, on_tick: Callable[[], None] = lambda: None, tick_s: float = 0.1) -> None:
+        """Start all, restart what dies, return when all workers have ended well.
+
+        Raises:
+            ChildFailedError: a process died more than ``max_restarts`` times.
+        """
+        try:
+            for child in (*self.services, *self.workers):
+                if child.process is None:
+                    child.start()
+            while not all(child.done for child in self.workers):
+                on_tick()
+                self._look_after()
+                time.sleep(tick_s)
+            on_tick()
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop everything, services last so that what was spooled is still committed."""
+        for child in (*self.workers, *self.services):
+            child.stop()
+
+    def _look_after(self) -> None:
+        for child in (*self.services, *self.workers):
+            if child.done or child.process is None:
+                continue
+            status = child.process.poll()
+            if status is None:
+                continue
+            if status == 0 and child in self.workers:
+                child.done = True
+                continue
+            self.restarts[child.name] = self.restarts.get(child.name, 0) + 1
+            if self.restarts[child.name] > self.max_restarts:
+                raise ChildFailedError(
+                    f"{child.name} ended with status {status} for the {self.restarts[child.name]}th time; "
+                    f"its log {child.log_path} ends with:\n{child.log_tail()}"
+                )
+            child.start()
+
+
+def children_of(lake_url: str, run_id: str, num_workers: int, log_folder: Path) -> tuple[list[Child], list[Child]]:
+    """The services and workers of a run."""
+
+    def child(name: str, *arguments: str) -> Child:
+        return Child(name=name, arguments=list(arguments), log_path=log_folder / f"{name}.log", environment={})
+
+    run = ("--lake", lake_url, "--run", run_id)
+    workers = [child(f"worker-{i}", "worker", *run, "--index", str(i)) for i in range(num_workers)]
+    return [child("committer", "committer", "--lake", lake_url)], [child("trainer", "trainer", *run), *workers]

@@ -1,0 +1,216 @@
+"""Batch assembly: from folded rollouts to a plan of who is trained, who is dropped and why, and to packed tensors.
+
+The filter order is algorithms.md §2.2: integrity → environment failures → staleness → groups. A rollout is one unit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from rolltape.schema import reasons
+from rolltape.schema.errors import UntrainableError
+from rolltape.schema.fold import Fold
+from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.groups import complete_groups
+from rolltape.trainers.packing import pack
+from rolltape.trainers.pinned import Dropped, Member, fold_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRules:
+    """What the filters need to know of versions (algorithms.md §4.5, D29).
+
+    Attributes:
+        current: version of the weights that the step starts from (θ_old).
+        newest: newest published version without an abort, pinned with the batch.
+        aborted: versions that never serve.
+        staleness_tau: largest lag that is kept.
+        single_version: every action token must be of ``current`` (IcePop's precondition).
+    """
+
+    current: int
+    newest: int
+    aborted: Collection[int] = ()
+    staleness_tau: int = 0
+    single_version: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """Members in training order, and every candidate that is not trained."""
+
+    members: tuple[Member, ...]
+    dropped: tuple[Dropped, ...]
+
+    @property
+    def dropped_by_reason(self) -> dict[str, int]:
+        """Count of dropped candidates by reason."""
+        return dict(Counter(item.reason for item in self.dropped))
+
+
+def refusal(row: dict[str, Any], rules: VersionRules) -> str | None:
+    """The first reason, in filter order, why a folded trajectory cannot be trained; None if it can."""
+    found = list(row["untrainable_reasons"] or ())
+    if reasons.ENV_FAILED in found:
+        return reasons.ENV_FAILED
+    if found:
+        return str(found[0])
+    low, high = row["min_version"], row["max_version"]
+    if low is None or high is None:
+        return None if row["num_action_tokens"] == 0 else reasons.UNKNOWN_VERSION
+    return _version_refusal(low, high, rules)
+
+
+def _version_refusal(low: int, high: int, rules: VersionRules) -> str | None:
+    if high > rules.newest:
+        return reasons.FUTURE_VERSION
+    if any(version in rules.aborted for version in range(low, high + 1)):
+        return reasons.ABORTED_VERSION
+    if rules.newest - low > rules.staleness_tau:
+        return reasons.STALE
+    if rules.single_version and low != high:
+        return reasons.MIXED_VERSIONS
+    if rules.single_version and high != rules.current:
+        return reasons.STALE
+    return None
+
+
+def plan_batch(folded: Fold, rules: VersionRules, *, pad_rule: str = "gt_half", group_method: bool = True) -> BatchPlan:
+    """Decide who is trained.
+
+    Candidates are the current attempts, ordered by (group ordinal, member): never by id, file or time.
+
+    Raises:
+        UntrainableError: ``group_of_one``: a group estimator was given a group of one.
+    """
+    names = [
+        "trajectory_id",
+        "attempt",
+        "group_id",
+        "group_ordinal",
+        "member",
+        "group_size",
+        "untrainable_reasons",
+        "min_version",
+        "max_version",
+        "num_action_tokens",
+        "is_current",
+    ]
+    rows = [row for row in folded.trajectories.select(names).to_pylist() if row["is_current"]]
+    rows.sort(key=lambda r: (_last(r["group_ordinal"]), r["group_id"] or "", _last(r["member"]), r["trajectory_id"]))
+    why = [refusal(row, rules) for row in rows]
+    groups = _dense([row["group_id"] or row["trajectory_id"] for row in rows])
+    sizes = _expected_sizes(rows, groups)
+    if group_method and len(rows) and sizes.min() < 2:
+        lone = rows[int(sizes.argmin())]
+        raise UntrainableError(
+            f"{reasons.GROUP_OF_ONE}: group {lone['group_id']} of trajectory {lone['trajectory_id']} has one member; "
+            "a group estimator needs two or more (OPD and SAO take single rollouts)"
+        )
+    valid = np.asarray([reason is None for reason in why], np.bool_)
+    dropped = [_dropped(row, reason) for row, reason in zip(rows, why, strict=True) if reason is not None]
+    if not group_method:
+        return BatchPlan(
+            members=tuple(_member(row, padding=False) for row, ok in zip(rows, valid, strict=True) if ok),
+            dropped=tuple(dropped),
+        )
+    plan = complete_groups(
+        torch.from_numpy(groups), torch.from_numpy(sizes), torch.from_numpy(valid), pad_rule=pad_rule
+    )
+    kept = plan.member_index.tolist()
+    for index in sorted(set(np.flatnonzero(valid).tolist()) - set(kept)):
+        dropped.append(_dropped(rows[index], reasons.GROUP_INCOMPLETE))
+    members = tuple(_member(rows[i], padding=p) for i, p in zip(kept, plan.is_padding.tolist(), strict=True))
+    return BatchPlan(members=members, dropped=tuple(dropped))
+
+
+def _last(value: int | None) -> int:
+    return np.iinfo(np.int32).max if value is None else value
+
+
+def _dense(keys: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    numbers: dict[str, int] = {}
+    return np.asarray([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
+def _expected_sizes(
+    rows: Sequence[dict[str, Any]], groups: np.ndarray[Any, np.dtype[np.int64]]
+) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Expected size of each row's group: what was dispatched, or (imports) what is there."""
+    present = np.bincount(groups) if len(groups) else np.zeros(0, np.int64)
+    return np.asarray([row["group_size"] or present[group] for row, group in zip(rows, groups, strict=True)], np.int64)
+
+
+def _dropped(row: dict[str, Any], reason: str) -> Dropped:
+    return Dropped(
+        trajectory_id=row["trajectory_id"], attempt=row["attempt"], group_id=row["group_id"], reason=reason
+    )
+
+
+def _member(row: dict[str, Any], *, padding: bool) -> Member:
+    return Member(
+        trajectory_id=row["trajectory_id"],
+        attempt=row["attempt"],
+        group_id=row["group_id"] or row["trajectory_id"],
+        group_ordinal=_last(row["group_ordinal"]),
+        member=_last(row["member"]),
+        is_padding=padding,
+    )
+
+
+def pack_members(folded: Fold, members: Sequence[Member]) -> PackedBatch:
+    """Packed tensors of the members' segments that hold action tokens, in member order then segment order.
+
+    A member without action tokens (an empty response) has no row; its reward still counts in its group.
+    """
+    index = fold_index(folded)
+    rewards_of = folded.trajectories["reward"].to_pylist()
+    segment_rows = _segment_rows(folded)
+    rows: list[int] = []
+    row_member: list[int] = []
+    for number, member in enumerate(members):
+        for row in segment_rows.get((member.trajectory_id, member.attempt), ()):
+            rows.append(row)
+            row_member.append(number)
+    rewards = [rewards_of[index[m.trajectory_id, m.attempt]] for m in members]
+    return pack(
+        folded.segments,
+        rows,
+        row_member,
+        [float("nan") if reward is None else reward for reward in rewards],
+        _dense([m.group_id for m in members]).tolist(),
+    )
+
+
+def _segment_rows(folded: Fold) -> dict[tuple[str, int], list[int]]:
+    segments = folded.segments
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    keys = zip(
+        segments["trajectory_id"].to_pylist(),
+        segments["attempt"].to_pylist(),
+        segments["segment_index"].to_pylist(),
+        _has_action(segments),
+        strict=True,
+    )
+    for row, (trajectory, attempt, segment, has_action) in enumerate(keys):
+        if has_action:
+            found.setdefault((trajectory, attempt), []).append((segment, row))
+    return {key: [row for _, row in sorted(rows)] for key, rows in found.items()}
+
+
+def _has_action(segments: Any) -> list[bool]:
+    """Whether each segment has an action token, from the mask's flat values."""
+    column = segments["response_mask"]
+    chunks = []
+    for chunk in column.chunks:
+        values = chunk.values.fill_null(False).to_numpy(zero_copy_only=False)
+        offsets = np.asarray(chunk.offsets, np.int64)
+        sums = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
+        chunks.append(sums[offsets[1:]] > sums[offsets[:-1]])
+    return np.concatenate(chunks).tolist() if chunks else []

@@ -1,0 +1,77 @@
+"""The trainer's configuration. Names and defaults follow algorithms.md §2–§4; importing it needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from rolltape.schema.errors import ConfigError
+
+_CHOICES: Final = {
+    "algorithm": ("grpo",),
+    "pop_value": ("ratio", "binary"),
+    "correction": ("icepop", "tis", "none"),
+    "aggregation": ("seq_mean", "token_mean", "seq_sum", "const", "rollout_mean"),
+    "adv_norm": ("mean_std", "mean"),
+    "pad_rule": ("gt_half", "ge_half"),
+    "stats": ("padded", "valid_only"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerConfig:
+    """How a policy learns.
+
+    Attributes of note: ``icepop_beta`` keeps ratios in [1/beta, beta]; ``stop_metric`` ends the run once the moving
+    average (weight ``stop_ema`` on the past) of that step metric reaches ``stop_above``; ``entropy_coef`` is c of D33.
+    """
+
+    algorithm: str = "grpo"
+    max_steps: int = 300
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    updates_per_batch: int = 1
+    eps_low: float = 0.2
+    eps_high: float = 0.28
+    icepop_beta: float = 2.0
+    tis_low: float = 0.0
+    tis_high: float = 2.0
+    pop_value: str = "ratio"
+    correction: str = "icepop"
+    aggregation: str = "seq_mean"
+    adv_norm: str = "mean_std"
+    entropy_coef: float = 0.0
+    staleness_tau: int = 0
+    pad_rule: str = "gt_half"
+    stats: str = "padded"
+    token_budget: int = 4096
+    checkpoint_every: int = 20
+    probe_every: int = 50
+    stop_metric: str = ""
+    stop_above: float = 2.0
+    stop_ema: float = 0.9
+    num_threads: int = 1
+    engine_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"trainer.{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("max_steps", "updates_per_batch", "token_budget", "checkpoint_every", "num_threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name}: expected 1 or more, got {getattr(self, name)}")
+        for name in ("weight_decay", "eps_high", "entropy_coef", "tis_low", "staleness_tau", "probe_every"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"trainer.{name}: expected 0 or more, got {getattr(self, name)}")
+        for name in ("lr", "max_grad_norm", "adam_eps", "tis_high", "engine_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"trainer.{name}: expected more than 0, got {getattr(self, name)}")
+        for name in ("beta1", "beta2", "eps_low", "stop_ema"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"trainer.{name}: expected 0 <= {name} < 1, got {getattr(self, name)}")
+        if not self.icepop_beta >= 1:
+            raise ConfigError(f"trainer.icepop_beta: expected 1 or more, got {self.icepop_beta}")

@@ -1,0 +1,193 @@
+"""The trainer's side of weight sync: publish, wait until every required engine has staged, commit (design §8).
+
+The commit is the sole decision that a version serves. The coordinator is fenced by run epoch: a trainer that comes back
+raises the epoch first, and continues from what the tape says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import pyarrow as pa
+
+from rolltape.ingest.log import EventLog
+from rolltape.ingest.recorder import Recorder
+from rolltape.schema.crash import crash_window
+from rolltape.schema.errors import EngineError
+from rolltape.store.lake import Lake
+
+KINDS: Final = ("engine_joined", "engine_left", "weights_staged", "weights_committed", "weights_aborted")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyVersion:
+    """One version of one policy: the key that the tape uses, and the digest of its weights."""
+
+    policy_id: str
+    run_epoch: int
+    version: int
+    weights_digest: str
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The columns that every weights event carries."""
+        return {
+            "policy_id": self.policy_id,
+            "policy_run_epoch": self.run_epoch,
+            "version": self.version,
+            "weights_digest": self.weights_digest,
+        }
+
+
+@dataclass(slots=True)
+class SyncState:
+    """What weight-sync events say, folded.
+
+    An engine's incarnation is the epoch of the producer that wrote its events, so the fold does not depend on the order
+    in which the topics `control` and `weights` arrive: what an earlier incarnation staged died with it.
+    """
+
+    engines: dict[str, int] = field(default_factory=dict)  # registered engine -> producer epoch
+    staged: dict[tuple[int, int], dict[str, tuple[int, str]]] = field(default_factory=dict)  # version -> engine -> …
+    committed: set[tuple[int, int]] = field(default_factory=set)
+    aborted: set[tuple[int, int]] = field(default_factory=set)
+
+    def apply(self, kind: str, table: pa.Table) -> None:
+        """Take over the rows of one kind, in log order."""
+        rows = zip(
+            table["event_id"].to_pylist(), table["producer_epoch"].to_pylist(), table[kind].to_pylist(), strict=True
+        )
+        for event_id, epoch, row in rows:
+            if kind == "engine_joined":
+                self.engines[row["engine_id"]] = epoch
+            elif kind == "engine_left":
+                self.engines.pop(row["engine_id"], None)
+            else:
+                self._apply_version(kind, event_id, epoch, row)
+
+    def _apply_version(self, kind: str, event_id: str, epoch: int, row: Mapping[str, Any]) -> None:
+        key = (row["policy_run_epoch"], row["version"])
+        if kind == "weights_staged":
+            staged = self.staged.setdefault(key, {})
+            staged[row["engine_id"]] = max(staged.get(row["engine_id"], (0, "")), (epoch, event_id))
+        elif kind == "weights_committed":
+            self.committed.add(key)
+        elif kind == "weights_aborted":
+            self.aborted.add(key)
+
+    def staged_by(self, key: tuple[int, int]) -> dict[str, str]:
+        """Registered engines whose present incarnation staged version ``key``, with the event that says so."""
+        return {
+            engine: event_id
+            for engine, (epoch, event_id) in self.staged.get(key, {}).items()
+            if self.engines.get(engine) == epoch
+        }
+
+
+class Coordinator:
+    """Brings published versions into effect, one at a time."""
+
+    def __init__(
+        self,
+        lake: Lake,
+        log: EventLog,
+        recorder: Recorder,
+        *,
+        coordinator_id: str,
+        run_id: str,
+        min_engines: int,
+        engine_timeout_s: float,
+    ) -> None:
+        self._recorder = recorder
+        self._id = coordinator_id
+        self._run_id = run_id
+        self._min_engines = min_engines
+        self._timeout_s = engine_timeout_s
+        self.state = SyncState()
+        # Weight-sync events are few and their order within a topic decides, so the whole history is read once.
+        start = lake.cursor()
+        history = lake.events(KINDS, run_id=run_id, as_of=start)
+        for kind, rows in _in_log_order(history):
+            self.state.apply(kind, rows)
+        self._reader = log.reader(start, topics=("weights", "control"), kinds=KINDS)
+
+    def poll(self, timeout_s: float) -> None:
+        """Take in what came since the last call."""
+        for delivery in self._reader.poll(timeout_s):
+            table = delivery.table.filter(pa.compute.equal(delivery.table["run_id"], self._run_id))
+            if table.num_rows:
+                self.state.apply(delivery.kind, table)
+
+    def bring_into_effect(self, version: PolicyVersion, *, waiting: Callable[[str], None] = lambda _: None) -> None:
+        """Commit ``version`` once every registered engine has staged it; return at once if it is committed.
+
+        Engines that stay silent for ``engine_timeout_s`` are deregistered before the commit.
+
+        Raises:
+            EngineError: no engine is left, or the version was aborted.
+        """
+        key = (version.run_epoch, version.version)
+        deadline = time.monotonic() + self._timeout_s
+        while key not in self.state.committed:
+            if key in self.state.aborted:
+                raise EngineError(f"version {version.version} of {version.policy_id} was aborted; it never serves")
+            staged = self.state.staged_by(key)
+            required = sorted(self.state.engines)
+            if len(required) >= self._min_engines and all(engine in staged for engine in required):
+                self._commit(version, {engine: staged[engine] for engine in required})
+                return
+            if time.monotonic() > deadline:
+                self._deregister_silent(required, staged)
+                deadline = time.monotonic() + self._timeout_s
+            waiting(f"version {version.version}: {len(staged)} of {max(len(required), self._min_engines)} engines staged")
+            self.poll(0.05)
+
+    def _commit(self, version: PolicyVersion, staged: Mapping[str, str]) -> None:
+        self._recorder.record(
+            "weights_committed",
+            **version.fields,
+            required_engines=list(staged),
+            staged_event_ids=list(staged.values()),
+            coordinator_id=self._id,
+        )
+        self._recorder.flush("spooled")
+        self.state.committed.add((version.run_epoch, version.version))
+        crash_window("after_committed")
+
+    def _deregister_silent(self, required: list[str], staged: Mapping[str, str]) -> None:
+        silent = [engine for engine in required if engine not in staged]
+        if len(required) - len(silent) < 1:
+            raise EngineError(
+                f"no engine staged within {self._timeout_s:g} s (registered: {', '.join(required) or 'none'}); "
+                "start a rollout worker, or raise trainer.engine_timeout_s"
+            )
+        self._min_engines = min(self._min_engines, len(required) - len(silent))
+        for engine in silent:
+            self._recorder.record("engine_left", engine_id=engine, reason="silent")
+            self.state.engines.pop(engine, None)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self._reader.close()
+
+
+def _in_log_order(history: Mapping[str, pa.Table]) -> list[tuple[str, pa.Table]]:
+    """Single rows of all kinds in (topic, partition, offset) order; rows of one record keep theirs."""
+    rows = [
+        (topic, partition, offset, lane, kind, index)
+        for kind, table in history.items()
+        for index, (topic, partition, offset, lane) in enumerate(
+            zip(
+                table["log_topic"].to_pylist(),
+                table["log_partition"].to_pylist(),
+                table["log_offset"].to_pylist(),
+                table["lane_seq"].to_pylist(),
+                strict=True,
+            )
+        )
+    ]
+    # `control` sorts before `weights`: engines join and leave before what they stage is looked at.
+    return [(kind, history[kind].slice(index, 1)) for *_, kind, index in sorted(rows)]

@@ -1,0 +1,208 @@
+"""One optimizer step on one packed batch: GRPO with IcePop (algorithms.md §4.2), and what of it goes onto the tape.
+
+The computation is a function of (weights, optimizer state, batch, configuration) alone. Micro-batches are cut by the
+batch's lengths and accumulate in a fixed order, so a replay adds the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from rolltape.numerics.device import rng_state_digest
+from rolltape.numerics.packed import micro_batches, packed_log_probs, score_micro_batch
+from rolltape.numerics.weights import combine_digests, named_gradients, named_weights, tensor_digests
+from rolltape.trainers.advantages import group_advantages
+from rolltape.trainers.aggregation import aggregation_weights
+from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.checkpoint import trainable
+from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.losses import icepop_policy_loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What one step computed. Token tensors run over all N tokens of the batch; other than action tokens are 0."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    old_log_probs: torch.Tensor  # float32 [N]
+    current_log_probs: torch.Tensor  # float32 [N], at the last update
+    entropy: torch.Tensor  # float32 [N]
+    advantages: torch.Tensor  # float32 [N]
+    gate_weights: torch.Tensor  # float32 [N]
+    trusted: torch.Tensor  # bool [N]
+    member_advantages: torch.Tensor  # float64 [M]
+    micro_batches: tuple[int, ...]
+    gradient_digests: Mapping[str, str]
+    weight_digests: Mapping[str, str]
+    rng_state_digest: str
+
+    @property
+    def loss_bits(self) -> int:
+        """Bit pattern of the float64 loss, as a signed integer."""
+        return int(struct.unpack("<q", struct.pack("<d", self.loss))[0])
+
+    @property
+    def gradient_digest(self) -> str:
+        """One digest over all gradients."""
+        return combine_digests(self.gradient_digests)
+
+    @property
+    def weights_digest(self) -> str:
+        """One digest over all new weights."""
+        return combine_digests(self.weight_digests)
+
+
+@dataclass(slots=True)
+class _Tokens:
+    """Per-token tensors of a batch, filled micro-batch by micro-batch."""
+
+    old: torch.Tensor
+    current: torch.Tensor
+    entropy: torch.Tensor
+    gate: torch.Tensor
+    trusted: torch.Tensor
+
+
+def make_optimizer(model: torch.nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, in the model's order."""
+    return torch.optim.AdamW(
+        [parameter for _, parameter in trainable(model)],
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        foreach=False,
+    )
+
+
+def train_step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: PackedBatch,
+    config: TrainerConfig,
+    *,
+    temperature: float,
+) -> StepOutcome:
+    """Update ``model`` on ``batch``, ``config.updates_per_batch`` times.
+
+    The optimizer is not called, and ``skipped`` is true, when no action token is trusted (algorithms.md §2.5): moments
+    and weight decay would move weights. Gradient digests are of the last update, before clipping.
+    """
+    member_advantages = group_advantages(batch.rewards, batch.groups, norm=config.adv_norm)
+    token_advantages = member_advantages[batch.row_member][batch.row_of_token()].float()
+    token_advantages = torch.where(batch.action_mask, token_advantages, 0.0)
+    tokens = _Tokens(*(torch.zeros(batch.num_tokens) for _ in range(4)), torch.zeros(batch.num_tokens, dtype=torch.bool))
+    weights = _token_weights(batch, config)
+    if config.updates_per_batch > 1:
+        with torch.no_grad():
+            tokens.old = packed_log_probs(
+                model,
+                batch.token_ids,
+                batch.cu_seqlens,
+                token_budget=config.token_budget,
+                temperature=temperature,
+                scored=batch.action_mask,
+            ).log_probs
+    loss = grad_norm = 0.0
+    gradient_digests: dict[str, str] = {}
+    sizes: tuple[int, ...] = ()
+    skipped = False
+    for _ in range(config.updates_per_batch):
+        optimizer.zero_grad(set_to_none=True)
+        loss, sizes = _accumulate(model, batch, token_advantages, weights, tokens, config, temperature)
+        gradient_digests = tensor_digests(named_gradients(model))
+        skipped = not bool(tokens.trusted.any())
+        if skipped:
+            break
+        grad_norm = _clip(model, config.max_grad_norm)
+        optimizer.step()
+    return StepOutcome(
+        loss=loss,
+        grad_norm=grad_norm,
+        skipped=skipped,
+        old_log_probs=tokens.old,
+        current_log_probs=tokens.current,
+        entropy=tokens.entropy,
+        advantages=token_advantages,
+        gate_weights=tokens.gate,
+        trusted=tokens.trusted,
+        member_advantages=member_advantages,
+        micro_batches=sizes,
+        gradient_digests=gradient_digests,
+        weight_digests=tensor_digests(named_weights(model)),
+        rng_state_digest=rng_state_digest(),
+    )
+
+
+def _token_weights(batch: PackedBatch, config: TrainerConfig) -> torch.Tensor:
+    """Aggregation weight of each token, float32 [N], computed before any split (algorithms.md §2.4)."""
+    weights = torch.zeros(batch.num_tokens)
+    rows = batch.row_of_token()[batch.action_mask]
+    weights[batch.action_mask] = aggregation_weights(
+        rows, mode=config.aggregation, num_rows=batch.num_rows, rollout_of_row=batch.row_member
+    )
+    return weights
+
+
+def _accumulate(
+    model: torch.nn.Module,
+    batch: PackedBatch,
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    tokens: _Tokens,
+    config: TrainerConfig,
+    temperature: float,
+) -> tuple[float, tuple[int, ...]]:
+    """Forward and backward of every micro-batch; fills ``tokens`` and returns the loss and the rows of each."""
+    total = torch.zeros((), dtype=torch.float64)
+    sizes = []
+    for part in micro_batches(
+        batch.token_ids, batch.cu_seqlens, token_budget=config.token_budget, scored=batch.action_mask
+    ):
+        scores = score_micro_batch(model, part, temperature=temperature, with_entropy=True)
+        index = part.flat_index
+        current = scores.log_probs
+        old = tokens.old[index] if config.updates_per_batch > 1 else current.detach()
+        result = icepop_policy_loss(
+            current,
+            old,
+            batch.rollout_log_probs[index],
+            advantages[index],
+            weights[index],
+            beta=config.icepop_beta,
+            eps_low=config.eps_low,
+            eps_high=config.eps_high,
+            pop_value=config.pop_value,
+            correction=config.correction,
+            tis_low=config.tis_low,
+            tis_high=config.tis_high,
+            entropy=scores.entropy,
+            entropy_coef=config.entropy_coef,
+        )
+        result.loss.backward()
+        total += result.loss.detach().double()
+        sizes.append(part.rows.numel())
+        tokens.old[index] = old
+        tokens.current[index] = current.detach()
+        if scores.entropy is not None:
+            tokens.entropy[index] = scores.entropy.detach().float()
+        tokens.gate[index] = result.gate_weights
+        tokens.trusted[index] = result.trusted
+    return float(total), tuple(sizes)
+
+
+def _clip(model: torch.nn.Module, max_norm: float) -> float:
+    """Global norm of the gradients before clipping, reduced tensor by tensor in float64 and a fixed order."""
+    grads = [p.grad for _, p in trainable(model) if p.grad is not None]
+    squares = [grad.double().square().sum() for grad in grads]
+    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    if norm > max_norm:
+        for grad in grads:
+            grad.mul_(max_norm / (norm + 1e-6))
+    return norm

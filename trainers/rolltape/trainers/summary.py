@@ -1,0 +1,99 @@
+"""Metrics of a step (algorithms.md §2.6), from its batch, its plan and its outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from rolltape.trainers.assembly import BatchPlan
+from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.metrics import policy_metrics
+from rolltape.trainers.step import StepOutcome
+
+
+def step_metrics(
+    batch: PackedBatch,
+    plan: BatchPlan,
+    outcome: StepOutcome,
+    config: TrainerConfig,
+    *,
+    newest_version: int,
+    component_means: Mapping[str, float],
+) -> dict[str, float]:
+    """All metrics of a step by name; names say what they are, as ``dropped/stale`` or ``reward_component/exact``."""
+    action = batch.action_mask
+    metrics = dict(
+        policy_metrics(
+            current_logp=outcome.current_log_probs[action],
+            old_logp=outcome.old_log_probs[action],
+            rollout_logp=batch.rollout_log_probs[action],
+            advantage=outcome.advantages[action],
+            entropy=outcome.entropy[action],
+            gate_weight=outcome.gate_weights[action],
+            trusted=outcome.trusted[action],
+            eps_low=config.eps_low,
+            eps_high=config.eps_high,
+            beta=config.icepop_beta,
+        )
+    )
+    metrics["loss"] = outcome.loss
+    metrics["grad_norm"] = outcome.grad_norm
+    metrics["skip_step"] = float(outcome.skipped)
+    metrics |= _reward_metrics(batch, outcome)
+    metrics |= _version_metrics(batch, newest_version)
+    for reason, count in plan.dropped_by_reason.items():
+        metrics[f"dropped/{reason}"] = float(count)
+    metrics["padded_members"] = float(sum(member.is_padding for member in plan.members))
+    metrics |= {f"reward_component/{name}": value for name, value in component_means.items()}
+    return metrics
+
+
+def _reward_metrics(batch: PackedBatch, outcome: StepOutcome) -> dict[str, float]:
+    rewards = batch.rewards.numpy()
+    groups = batch.groups.numpy()
+    if not len(rewards):
+        return {"num_members": 0.0}
+    count = int(groups.max()) + 1
+    high, low = np.full(count, -np.inf), np.full(count, np.inf)
+    np.maximum.at(high, groups, rewards)
+    np.minimum.at(low, groups, rewards)
+    scale = np.maximum(1.0, np.abs(np.bincount(groups, rewards) / np.bincount(groups)))
+    advantages = outcome.member_advantages
+    return {
+        "num_members": float(len(rewards)),
+        "num_groups": float(count),
+        "zero_std_groups": float((high - low <= 1e-6 * scale).sum()),
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "advantage_mean": float(advantages.mean()),
+        "advantage_std": float(advantages.std(correction=0)),
+        "advantage_max": float(advantages.max()),
+    }
+
+
+def _version_metrics(batch: PackedBatch, newest: int) -> dict[str, float]:
+    versions = batch.policy_versions[batch.action_mask]
+    if not versions.numel():
+        return {}
+    lag = newest - versions
+    metrics = {"token_lag_max": float(lag.max()), "token_lag_mean": float(lag.double().mean())}
+    for value, count in zip(*(t.tolist() for t in torch.unique(lag, return_counts=True)), strict=True):
+        metrics[f"token_lag/{value}"] = float(count)
+    return metrics
+
+
+def component_means(rewards: pa.Table) -> dict[str, float]:
+    """Mean of each reward component over ``reward_assigned`` rows, from components that were scored (status ok)."""
+    if not rewards.num_rows:
+        return {}
+    column = rewards["reward_assigned"]
+    lists = pc.struct_field(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column, "components")
+    flat = pc.list_flatten(lists)
+    table = pa.table({name: pc.struct_field(flat, name) for name in ("name", "value", "status")})
+    means = table.filter(pc.equal(table["status"], "ok")).group_by("name").aggregate([("value", "mean")])
+    return dict(zip(means["name"].to_pylist(), means["value_mean"].to_pylist(), strict=True))
