@@ -21,6 +21,7 @@ EVENTS_SCHEMA: Final = pa.schema([spec.field for spec in (*ENVELOPE, *TOKEN_COLU
 
 # Bounds that the data files carry, by column: conditions on these skip whole files without opening them.
 _BOUNDED: Final = ("log_topic", "log_partition", "log_offset", "run_id", "trajectory_id")
+_NEVER_NULL: Final = ("log_topic", "log_partition", "log_offset", "run_id")
 
 
 class EventSource(Protocol):
@@ -146,9 +147,10 @@ def _bounds(file: DataFile) -> ds.Expression:
     for name in _BOUNDED:
         least, most = getattr(file, f"min_{name}"), getattr(file, f"max_{name}")
         if least is not None and most is not None:
-            # Bounds say nothing of rows where the column is null, and a condition never selects those.
             column = ds.field(name)
-            held &= (column == least) if least == most else (column >= least) & (column <= most)
+            within = (column == least) if least == most else (column >= least) & (column <= most)
+            # Bounds say nothing of rows where the column is null, and IS NULL must still find those.
+            held &= within if name in _NEVER_NULL else within | column.is_null()
     return held
 
 

@@ -1,0 +1,80 @@
+"""Results of a query, in the form that the reader works with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import pyarrow as pa
+
+from rolltape.schema.errors import RolltapeError, SqlError
+from rolltape.store.duck import Relation, to_arrow
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import polars as pl
+
+    from rolltape.store.workspace import Workspace
+
+
+class QueryResult:
+    """The answer to one SELECT. It runs when its rows are first asked for, and once.
+
+    Integer sums come as int64 where they fit, else as the exact ``decimal128(38, 0)``: never as floats.
+    """
+
+    def __init__(self, workspace: Workspace, relation: Relation, *, hidden: str = "") -> None:
+        self._workspace = workspace  # keeps the session with its views alive
+        self._relation = relation
+        self._hidden = hidden
+        self._table: pa.Table | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns, in order."""
+        return list(self._relation.columns)
+
+    def arrow(self) -> pa.Table:
+        """The rows as an Arrow table.
+
+        Raises:
+            SqlError: the statement failed while it ran.
+        """
+        if self._table is None:
+            try:
+                self._table = to_arrow(self._relation)
+            except RolltapeError as error:
+                raise without_place(error, self._hidden) from None
+        return self._table
+
+    def polars(self) -> pl.DataFrame:
+        """The rows as a Polars frame (extra ``frames``)."""
+        import polars
+
+        return cast("pl.DataFrame", polars.from_arrow(self.arrow()))
+
+    def pandas(self) -> pd.DataFrame:
+        """The rows as a pandas frame (extra ``frames``); integers with nulls stay integers."""
+        import pandas
+
+        nullable = {
+            pa.int8(): pandas.Int8Dtype(),
+            pa.int16(): pandas.Int16Dtype(),
+            pa.int32(): pandas.Int32Dtype(),
+            pa.int64(): pandas.Int64Dtype(),
+            pa.bool_(): pandas.BooleanDtype(),
+        }
+        return cast("pd.DataFrame", self.arrow().to_pandas(types_mapper=nullable.get))
+
+    def relation(self) -> Relation:
+        """The unfetched DuckDB relation, to build on; it stays inside the locked session."""
+        return self._relation
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows as dictionaries; for small answers."""
+        return cast("list[dict[str, Any]]", self.arrow().to_pylist())
+
+
+def without_place(error: RolltapeError, hidden: str) -> SqlError:
+    """``error`` as a SqlError whose message does not show the local path ``hidden``."""
+    text = str(error)
+    return SqlError(text.replace(hidden, "<lake>") if hidden else text)

@@ -1,0 +1,211 @@
+"""A workspace: a locked DuckDB session in which the lake's views appear when something names them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from typing import Final
+
+import pyarrow as pa
+
+from rolltape.schema.columns import Column
+from rolltape.schema.cursor import Cursor
+from rolltape.schema.envelope import ENVELOPE, EXTENSIONS, TOKEN_COLUMNS
+from rolltape.schema.fold import Fold, fold
+from rolltape.schema.fold_schema import SEGMENT_COLUMNS, TRAJECTORY_COLUMNS
+from rolltape.schema.kinds import KINDS, kind_named
+from rolltape.schema.render import columns_of_kind, duckdb_type
+from rolltape.store.duck import Relation, Session, literal, quoted
+from rolltape.store.projections import EVENTS, FOLDED, PROJECTIONS, VIEW_COLUMNS
+from rolltape.store.sources import EventSource
+
+FOLD_KINDS: Final = (
+    "run_started",
+    "run_resumed",
+    *(kind.name for kind in KINDS.values() if kind.plane in ("dispatch", "rollout", "label")),
+    "dead_letter",
+    "dead_letter_redriven",
+)
+"""Kinds that the fold looks at."""
+
+# These name what they speak of by event id or run, so that a restriction to trajectories would lose them.
+_WHOLE: Final = ("run_started", "run_resumed", "dead_letter_redriven")
+
+_RAW: Final = "raw_"
+MAX_FOLDS: Final = 4
+MAX_FOLD_BYTES: Final = 1 << 30
+
+
+class Workspace:
+    """Views over one state of a tape, as of a cursor.
+
+    Args:
+        source: the events.
+        as_of: only rows before this cursor exist; None: all rows.
+        run_id: fold only this run (``trajectories``, ``segments`` and what builds on them).
+        trajectory_ids: fold only these trajectories.
+    """
+
+    def __init__(
+        self,
+        source: EventSource,
+        *,
+        as_of: Cursor | None = None,
+        run_id: str | None = None,
+        trajectory_ids: Collection[str] | None = None,
+    ) -> None:
+        self.source = source
+        self.as_of = as_of
+        self._run_id = run_id
+        self._trajectory_ids = None if trajectory_ids is None else tuple(sorted(trajectory_ids))
+        self._session = Session()
+        self._created: set[str] = set()
+
+    def relation(self, select: str, names: Iterable[str]) -> Relation:
+        """Bind a SELECT that reads the views ``names``.
+
+        Raises:
+            SqlError: it does not bind.
+        """
+        self.create(names)
+        return self._session.relation(select)
+
+    def table(self, select: str, names: Iterable[str]) -> pa.Table:
+        """Run a SELECT that reads the views ``names``."""
+        self.create(names)
+        return self._session.table(select)
+
+    def register(self, name: str, table: pa.Table) -> None:
+        """Make a table of the caller readable beside the views."""
+        self._session.register(name, table)
+
+    def create(self, names: Iterable[str]) -> None:
+        """Create the views, and what they need, where they do not exist yet."""
+        for name in names:
+            if name in self._created:
+                continue
+            if name in FOLDED:
+                self._register_fold()
+            elif name in PROJECTIONS:
+                view = PROJECTIONS[name]
+                self.create(view.needs)
+                self._session.create_view(name, view.select)
+            elif name == EVENTS:
+                self._create_events()
+            elif name == VIEW_COLUMNS:
+                self._session.register(VIEW_COLUMNS, view_columns())
+            else:
+                self._create_kind(name)
+            self._created.add(name)
+
+    def fold(self) -> Fold:
+        """Trajectories and segments of this workspace; shared with other workspaces of the same state."""
+        key = self.source.key()
+        if key is None:
+            return self._fold()
+        return _FOLDS.get((*key, str(self.as_of), self._run_id, self._trajectory_ids), self)
+
+    def _fold(self) -> Fold:
+        events = self.source.read(_WHOLE, as_of=self.as_of)
+        rest = [kind for kind in FOLD_KINDS if kind not in _WHOLE]
+        events |= self.source.read(
+            rest, as_of=self.as_of, run_id=self._run_id, trajectory_ids=self._trajectory_ids
+        )
+        return fold(events)
+
+    def _register_fold(self) -> None:
+        folded = self.fold()
+        trajectories, segments = FOLDED
+        self._session.register(trajectories, folded.trajectories)
+        self._session.register(segments, folded.segments)
+        self._created.update(FOLDED)
+
+    def _create_kind(self, name: str) -> None:
+        kind = kind_named(name)
+        self._session.register(_RAW + name, self.source.kind(name, self.as_of))
+        own = [f"{quoted(name)}.{quoted(spec.name)} AS {quoted(spec.name)}" for spec in kind.columns]
+        shared = [quoted(spec.name) for spec in columns_of_kind(kind)[:-1]]
+        self._session.create_view(
+            name, f"SELECT {', '.join(shared + own)} FROM {quoted(_RAW + name)} WHERE {_before(self.as_of)}"
+        )
+
+    def _create_events(self) -> None:
+        self._session.register(_RAW + EVENTS, self.source.events(self.as_of))
+        self._session.create_view(EVENTS, f"SELECT * FROM {quoted(_RAW + EVENTS)} WHERE {_before(self.as_of)}")
+
+
+class _Folds:
+    """Folds that were made lately, a few of them and not too many bytes: a state of a tape never changes."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[object, ...], Fold] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: tuple[object, ...], workspace: Workspace) -> Fold:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = workspace._fold()
+        with self._lock:
+            self._kept[key] = made
+            while len(self._kept) > 1 and (len(self._kept) > MAX_FOLDS or self._num_bytes() > MAX_FOLD_BYTES):
+                self._kept.popitem(last=False)
+        return made
+
+    def _num_bytes(self) -> int:
+        return sum(kept.trajectories.nbytes + kept.segments.nbytes for kept in self._kept.values())
+
+
+_FOLDS: Final = _Folds()
+
+
+def _before(as_of: Cursor | None) -> str:
+    """The condition that a row lies before the cursor."""
+    if as_of is None:
+        return "TRUE"
+    places = [
+        f"(log_topic = {literal(place.topic)} AND log_partition = {place.partition} AND log_offset < {as_of[place]})"
+        for place in as_of
+    ]
+    return " OR ".join(places) or "FALSE"
+
+
+def view_columns() -> pa.Table:
+    """Every view and column that a statement may name: view, column, type, unit, doc."""
+    rows: list[tuple[str, str, str, str, str]] = []
+
+    def describe(view: str, specs: Iterable[Column]) -> None:
+        rows.extend((view, spec.name, duckdb_type(spec.type), spec.unit, spec.doc) for spec in specs)
+
+    for kind in KINDS.values():
+        describe(kind.name, (*columns_of_kind(kind)[:-1], *kind.columns))
+    describe(EVENTS, (*ENVELOPE, *TOKEN_COLUMNS))
+    documented = {"trajectories": TRAJECTORY_COLUMNS, "segments": SEGMENT_COLUMNS}
+    for name, specs in documented.items():
+        describe(name, specs)
+    known = {(view, column) for view, column, *_ in rows}
+    docs = {spec.name: spec.doc for kind in KINDS.values() for spec in kind.columns} | {
+        spec.name: spec.doc for spec in (*ENVELOPE, *TOKEN_COLUMNS, EXTENSIONS, *TRAJECTORY_COLUMNS, *SEGMENT_COLUMNS)
+    }
+    for name, types in _projection_types().items():
+        rows.extend(
+            (name, column, type_, "", docs.get(column, "")) for column, type_ in types if (name, column) not in known
+        )
+    names = ("view", "column", "type", "unit", "doc")
+    return pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
+
+
+def _projection_types() -> dict[str, list[tuple[str, str]]]:
+    from rolltape.store.sources import TableSource
+
+    empty = Workspace(TableSource({}))
+    return {
+        name: [
+            (column, str(type_))
+            for column, type_ in zip(relation.columns, relation.types, strict=True)
+        ]
+        for name in PROJECTIONS
+        for relation in [empty.relation(f"SELECT * FROM {quoted(name)}", [name])]
+    }

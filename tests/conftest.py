@@ -1,0 +1,125 @@
+"""Shared fixtures: a hand-made tape, whose every event a test can choose."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from rolltape.schema.build import build_batch
+from rolltape.schema.digest import prefix_digest
+from rolltape.schema.kinds import kind_named
+from rolltape.schema.render import arrow_schema
+
+
+class Tape:
+    """Events in memory, stamped as a recorder and an embedded log would stamp them; any stamp can be given instead."""
+
+    def __init__(self, run_id: str = "run") -> None:
+        self.run_id = run_id
+        self.batches: dict[str, list[pa.RecordBatch]] = defaultdict(list)
+        self._offsets: dict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._lanes: dict[tuple[str, int, str], int] = defaultdict(int)
+        self._number = itertools.count()
+
+    def add(self, kind: str, num_rows: int = 1, **columns: Any) -> list[str]:
+        """One record of ``num_rows`` events; returns their ids."""
+        topic = kind_named(kind).topic
+        lane = (columns.get("producer_id", "p"), columns.get("producer_epoch", 1), topic)
+        first = self._lanes[lane]
+        self._lanes[lane] += num_rows
+        stamps = {
+            "event_id": [f"{kind}-{next(self._number):05d}" for _ in range(num_rows)],
+            "run_id": self.run_id,
+            "run_epoch": 1,
+            "producer_id": "p",
+            "producer_epoch": 1,
+            "lane_seq": np.arange(first, first + num_rows),
+            "log_topic": topic,
+            "log_partition": 0,
+            "log_offset": next(self._offsets[topic]),
+            "recorded_at": datetime(2026, 11, 30, tzinfo=UTC),
+        }
+        built = build_batch(kind, {**stamps, **columns}, num_rows)
+        assert not built.refused, built.refused
+        self.batches[kind].append(built.batch)
+        ids: list[str] = built.batch["event_id"].to_pylist()
+        return ids
+
+    def rollout(
+        self,
+        trajectory_id: str,
+        *,
+        attempt: int = 0,
+        group_id: str = "g0",
+        prompt: tuple[int, ...] = (1, 2),
+        tokens: tuple[int, ...] = (5, 6, 7),
+        log_probs: tuple[float | None, ...] | None = None,
+        version: int = 0,
+        reward: float | None = 1.0,
+        step: int | None = 1,
+        run_epoch: int = 1,
+        purpose: str = "train",
+        dispatched: bool = True,
+        ended: bool = True,
+        engine_id: str = "e0",
+        member: int = 0,
+        group_size: int = 1,
+    ) -> list[str]:
+        """A whole rollout of one action; returns the ids of its reward events."""
+        common: dict[str, Any] = {
+            "trajectory_id": trajectory_id,
+            "attempt": attempt,
+            "group_id": group_id,
+            "problem_id": f"problem-{group_id}",
+            "run_epoch": run_epoch,
+        }
+        if dispatched:
+            self.add(
+                "rollout_dispatched", purpose=purpose, training_step=step, group_ordinal=0, member=member,
+                group_size=group_size, worker_id="w0", **common,
+            )
+        self.add("rollout_started", event_index=0, prompt_token_ids=[list(prompt)], **common)
+        self.add(
+            "action_sampled",
+            event_index=1,
+            turn_index=0,
+            action_kind="execution",
+            token_ids=[list(tokens)],
+            rollout_log_probs=[[-0.5] * len(tokens) if log_probs is None else list(log_probs)],
+            version_runs=[[{"start": 0, "length": len(tokens), "policy_id": "actor", "run_epoch": 1,
+                            "version": version, "weights_digest": f"w{version}"}]],
+            sampling=[{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs_mode":
+                       "processed_logprobs"}],
+            prefix_length=len(prompt),
+            prefix_digest=prefix_digest(list(prompt)),
+            prefix_source="engine",
+            engine=[{"id": engine_id, "name": "scripted"}],
+            **common,
+        )
+        if ended:
+            self.add(
+                "rollout_ended", event_index=2, status="completed", num_action_tokens=len(tokens),
+                num_observation_tokens=0, last_event_index=2, **common,
+            )
+        if not ended or reward is None:
+            return []
+        return self.add("reward_assigned", state="earned", scalar=reward, scalariser_version="1", **common)
+
+    def tables(self) -> dict[str, pa.Table]:
+        """All events, by kind."""
+        return {
+            kind: pa.Table.from_batches(batches, schema=arrow_schema(kind)) for kind, batches in self.batches.items()
+        }
+
+
+@pytest.fixture
+def tape() -> Tape:
+    """An empty tape."""
+    return Tape()
