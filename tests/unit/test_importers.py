@@ -156,7 +156,7 @@ def test_a_file_of_no_known_format_is_refused_with_its_keys(log: MemoryLog, tmp_
     with pytest.raises(ConfigError, match="no row that can be read"):
         import_file(log, written(tmp_path / "s.jsonl", b"{"))
     with pytest.raises(ConfigError, match="gsm8k_problems"):
-        import_file(log, written(tmp_path / "t.jsonl", PROBLEM), format_name="parquet")
+        import_file(log, written(tmp_path / "t.jsonl", PROBLEM), format="parquet")
     with pytest.raises(FileNotFoundError):
         import_file(log, str(tmp_path / "absent.jsonl"))
 

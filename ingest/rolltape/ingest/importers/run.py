@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 from rolltape.ingest.embedded import EmbeddedLog
@@ -18,6 +17,7 @@ from rolltape.ingest.log import EventLog
 from rolltape.ingest.recorder import Recorder
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.kinds import KINDS
+from rolltape.store.lake import Lake
 
 _CHUNK_EVENTS: Final = 4096
 _DRAIN_TIMEOUT_S: Final = 120.0
@@ -56,7 +56,13 @@ class _Progress:
     refused: Counter[str] = field(default_factory=Counter)
 
 
-def import_file(log: EventLog, path: str, *, format_name: str | None = None, timeout_s: float = 600.0) -> ImportReport:
+def import_file(
+    target: EventLog | Lake,
+    path: str,
+    *,
+    format: str | None = None,  # noqa: A002  # the word of the command line
+    timeout_s: float = 600.0,
+) -> ImportReport:
     """Record the rollouts or problems in a file as events of the run ``import-<digest of the file>``.
 
     The same bytes make the same run and the same event ids: what the log holds already is left out, so importing again
@@ -64,9 +70,9 @@ def import_file(log: EventLog, path: str, *, format_name: str | None = None, tim
     dead letter and the rest goes on.
 
     Args:
-        log: where the events go.
+        target: the log that the events go to, or a lake: its embedded log is then opened for the import.
         path: path or URL of the file.
-        format_name: a name of ``FORMATS``; told from the first row when None.
+        format: a name of ``FORMATS``; told from the first row when None.
         timeout_s: time allowed for the events to be logged, seconds.
 
     Raises:
@@ -76,7 +82,14 @@ def import_file(log: EventLog, path: str, *, format_name: str | None = None, tim
         FlushTimeout: not proven logged in time; run it again to complete it.
     """
     source = Source.open(path)
-    entry = detect_format(source) if format_name is None else format_named(format_name)
+    entry = detect_format(source) if format is None else format_named(format)
+    if isinstance(target, Lake):
+        with EmbeddedLog(target) as log:
+            return _import(log, source, entry, timeout_s)
+    return _import(target, source, entry, timeout_s)
+
+
+def _import(log: EventLog, source: Source, entry: ImportFormat, timeout_s: float) -> ImportReport:
     with Recorder(log, producer_id=source.run_id, run_id=source.run_id) as recorder:
         recorder.wait_for_older_epochs(_DRAIN_TIMEOUT_S)
         progress = _Progress(known=_known_event_ids(log, source.run_id))
@@ -92,7 +105,7 @@ def import_file(log: EventLog, path: str, *, format_name: str | None = None, tim
         num_trajectories=progress.num_trajectories,
         num_events=progress.num_events,
         num_new=progress.num_new,
-        refused=MappingProxyType(dict(progress.refused)),
+        refused=dict(progress.refused),
     )
 
 
