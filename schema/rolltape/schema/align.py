@@ -2,7 +2,7 @@
 
 Two callers, two rules. *Conforming* what was written elsewhere (a file, a record): missing nested fields become null,
 unknown ones are left out, other spellings of a list or text type are read, integers and floats may be widened, and
-everything narrower is refused (cases D21–D23). *Fitting* what a caller hands in: integers and floats may also be
+everything narrower is refused (cases D21 to D23). *Fitting* what a caller hands in: integers and floats may also be
 narrowed where every value fits, integer microseconds may become a timestamp, and unknown nested fields are refused.
 """
 
@@ -59,7 +59,9 @@ def _align(array: pa.Array, target: pa.DataType, where: str, fitting: bool) -> p
     try:
         return _cast(array, target)
     except pa.ArrowInvalid as error:
-        raise ValidationError(f"{where}: expected {target}, got {source} with a value that does not fit: {error}") from error
+        raise ValidationError(
+            f"{where}: expected {target}, got {source} with a value that does not fit: {error}"
+        ) from error
 
 
 def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
@@ -88,11 +90,11 @@ def _float_rule(source: pa.DataType, target: pa.DataType, fitting: bool) -> bool
     return fitting and pt.is_integer(source)
 
 
-def _string_rule(source: pa.DataType, target: pa.DataType, fitting: bool) -> bool:
+def _string_rule(source: pa.DataType, _target: pa.DataType, _fitting: bool) -> bool:
     return bool(pt.is_string(source) or pt.is_large_string(source) or pt.is_string_view(source))
 
 
-def _binary_rule(source: pa.DataType, target: pa.DataType, fitting: bool) -> bool:
+def _binary_rule(source: pa.DataType, _target: pa.DataType, _fitting: bool) -> bool:
     return bool(
         pt.is_binary(source)
         or pt.is_large_binary(source)
@@ -107,7 +109,7 @@ def _timestamp_rule(source: pa.DataType, target: pa.DataType, fitting: bool) -> 
     return fitting and pt.is_integer(source)
 
 
-def _boolean_rule(source: pa.DataType, target: pa.DataType, fitting: bool) -> bool:
+def _boolean_rule(source: pa.DataType, _target: pa.DataType, _fitting: bool) -> bool:
     return bool(pt.is_boolean(source))
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,15 +16,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
-from rolltape.schema.align import fit_array
+from rolltape.schema.convert import PLAIN_VALUES, convert
 from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.errors import ValidationError
+from rolltape.schema.jsonline import to_json_line
 from rolltape.schema.layout import Layout, Place, assemble, blank_columns, layout_of
 from rolltape.schema.reasons import BAD_VALUE, BROKEN_UTF8, ID_OVERFLOW
 
 PayloadFormat = Literal["arrow_ipc", "json_line", "raw"]
 
-_PLAIN_VALUES: Final = (str, bytes, int, float, bool, datetime, dict, type(None), np.generic, pa.Scalar)
 _UNFIT: Final = (ValidationError, pa.ArrowException, OverflowError, TypeError, ValueError)
 
 
@@ -43,7 +41,7 @@ class RefusedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A batch of the rows that are fit, ``kept_rows`` (int64 ``[num_rows]``, their indices in the input), the others."""
+    """The batch of the rows that are fit, their indices in the input (int64 ``[num_rows]``), and the other rows."""
 
     batch: pa.RecordBatch
     kept_rows: npt.NDArray[np.int64]
@@ -71,9 +69,9 @@ def build_batch(kind: str, columns: Mapping[str, Any], num_rows: int | None = No
     refused: tuple[RefusedRow, ...] = ()
     if unfit:
         refusals = _unfit_rows(places, columns, unfit, num_rows)
-        refused = tuple(_refuse(row, *refusals[row], columns, num_rows) for row in sorted(refusals))
+        refused = tuple(_refuse(row, *refusals[row], columns) for row in sorted(refusals))
         kept = np.delete(kept, list(refusals))
-        arrays = _convert_kept(places, columns, kept, num_rows)
+        arrays = _convert_kept(places, columns, kept)
     return Built(batch=_place_all(layout, places, arrays, len(kept)), kept_rows=kept, refused=refused)
 
 
@@ -89,7 +87,7 @@ def with_columns(batch: pa.RecordBatch, columns: Mapping[str, Any]) -> pa.Record
     children: list[pa.Array] | None = None
     for name, value in columns.items():
         place = layout.place(name)
-        array = _convert(value, place, batch.num_rows)
+        array = convert(value, place, batch.num_rows)
         if len(array) != batch.num_rows:
             raise ValidationError(f"{name}: expected {batch.num_rows} values, got {len(array)}")
         if not place.in_struct:
@@ -108,7 +106,7 @@ def _place_all(
     top, children = blank_columns(layout.kind.name, num_rows)
     for name, text in (("kind", layout.kind.name), ("schema_version", SCHEMA_VERSION)):
         if name not in arrays:
-            top[layout.place(name).index] = _repeated_text(text, num_rows)
+            top[layout.place(name).index] = convert(text, layout.place(name), num_rows)
     for name, array in arrays.items():
         place = places[name]
         (children if place.in_struct else top)[place.index] = array
@@ -116,7 +114,7 @@ def _place_all(
 
 
 def _count_rows(kind: str, columns: Mapping[str, Any], num_rows: int | None) -> int:
-    lengths = {name: len(value) for name, value in columns.items() if not isinstance(value, _PLAIN_VALUES)}
+    lengths = {name: len(value) for name, value in columns.items() if not isinstance(value, PLAIN_VALUES)}
     if num_rows is None:
         num_rows = next(iter(lengths.values()), 1)
     wrong = {name: length for name, length in lengths.items() if length != num_rows}
@@ -132,69 +130,10 @@ def _convert_all(
     unfit: list[str] = []
     for name, value in columns.items():
         try:
-            arrays[name] = _convert(value, places[name], num_rows)
+            arrays[name] = convert(value, places[name], num_rows)
         except _UNFIT:
             unfit.append(name)
     return arrays, unfit
-
-
-def _convert(value: Any, place: Place, num_rows: int) -> pa.Array:
-    type_ = place.spec.type
-    if isinstance(value, _PLAIN_VALUES):
-        return _repeated(value, place, num_rows)
-    if isinstance(value, pa.ChunkedArray):
-        value = value.combine_chunks()
-    elif isinstance(value, np.ndarray):
-        value = _from_numpy(value)
-    elif not isinstance(value, pa.Array):
-        value = _from_sequence(value, type_)
-    return fit_array(value, type_, place.spec.name)
-
-
-def _repeated(value: Any, place: Place, num_rows: int) -> pa.Array:
-    type_ = place.spec.type
-    if value is None:
-        return pa.nulls(num_rows, type_)
-    if type(value) is str and pt.is_string(type_):
-        return _repeated_text(value, num_rows)
-    one = fit_array(pa.array([value.as_py() if isinstance(value, pa.Scalar) else value]), type_, place.spec.name)
-    return one if num_rows == 1 else pa.repeat(one[0], num_rows)
-
-
-@lru_cache(maxsize=1024)
-def _repeated_text(text: str, num_rows: int) -> pa.Array:
-    return pa.array([text], pa.string()) if num_rows == 1 else pa.repeat(pa.scalar(text, pa.string()), num_rows)
-
-
-def _from_numpy(values: npt.NDArray[Any]) -> pa.Array:
-    if values.ndim == 1:
-        return pa.array(values) if values.dtype != object else _from_sequence(values.tolist(), pa.null())
-    if values.ndim != 2:
-        raise ValidationError(f"expected an array of one or two dimensions, got shape {values.shape}")
-    rows, width = values.shape
-    offsets = np.arange(rows + 1, dtype=np.int64) * width
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(values.reshape(-1)))
-
-
-def _from_sequence(values: Sequence[Any], type_: pa.DataType) -> pa.Array:
-    if pt.is_list(type_) and not pt.is_nested(type_.value_type) and _are_arrays(values):
-        return _from_ragged(values)
-    return pa.array(values)
-
-
-def _are_arrays(values: Sequence[Any]) -> bool:
-    dtypes = {value.dtype if type(value) is np.ndarray and value.ndim == 1 else None for value in values if value is not None}
-    return len(dtypes) == 1 and None not in dtypes and object not in dtypes
-
-
-def _from_ragged(values: Sequence[npt.NDArray[Any] | None]) -> pa.Array:
-    """One copy of all rows' tokens: no Python object for any token."""
-    lengths = [0 if value is None else len(value) for value in values]
-    offsets = np.zeros(len(values) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    tokens = np.concatenate([value for value in values if value is not None])
-    mask = pa.array([value is None for value in values]) if None in [v if v is None else 0 for v in values] else None
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens), mask=mask)
 
 
 def _unfit_rows(
@@ -208,7 +147,7 @@ def _unfit_rows(
             if row in refusals:
                 continue
             try:
-                _convert(_rows_of(columns[name], np.array([row])), place, 1)
+                convert(_rows_of(columns[name], np.array([row])), place, 1)
             except _UNFIT as error:
                 refusals[row] = _explain(error, _value_of(columns[name], row), place)
     return refusals
@@ -231,7 +170,7 @@ def _all_integers(value: Any) -> bool:
 
 
 def _rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
-    if isinstance(value, _PLAIN_VALUES):
+    if isinstance(value, PLAIN_VALUES):
         return value
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
         return value.take(pa.array(rows))
@@ -241,24 +180,20 @@ def _rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
 
 
 def _value_of(value: Any, row: int) -> Any:
-    if isinstance(value, _PLAIN_VALUES):
+    if isinstance(value, PLAIN_VALUES):
         return value
     item = value[row]
     return item.as_py() if isinstance(item, pa.Scalar) else item
 
 
 def _convert_kept(
-    places: Mapping[str, Place], columns: Mapping[str, Any], kept: npt.NDArray[np.int64], num_rows: int
+    places: Mapping[str, Place], columns: Mapping[str, Any], kept: npt.NDArray[np.int64]
 ) -> dict[str, pa.Array]:
     if not len(kept):
         return {}
-    return {name: _convert(_rows_of(value, kept), places[name], len(kept)) for name, value in columns.items()}
+    return {name: convert(_rows_of(value, kept), places[name], len(kept)) for name, value in columns.items()}
 
 
-def _refuse(row: int, reason: str, detail: str, columns: Mapping[str, Any], num_rows: int) -> RefusedRow:
-    from rolltape.schema.jsonline import to_json_line
-
+def _refuse(row: int, reason: str, detail: str, columns: Mapping[str, Any]) -> RefusedRow:
     values = {name: _value_of(value, row) for name, value in columns.items()}
-    return RefusedRow(
-        row=row, reason=reason, detail=detail, payload=to_json_line(values), payload_format="json_line"
-    )
+    return RefusedRow(row=row, reason=reason, detail=detail, payload=to_json_line(values), payload_format="json_line")

@@ -31,7 +31,7 @@ def to_json_line(values: Mapping[str, Any]) -> bytes:
 
 
 def from_json_line(kind: str, line: bytes) -> dict[str, Any]:
-    """Flat columns of one event, as :func:`rolltape.schema.build.build_batch` takes them (one row: wrap each in a list).
+    """Flat columns of one event, for :func:`rolltape.schema.build.build_batch` (wrap each in a list).
 
     Raises:
         CodecError: the line is not a JSON object.

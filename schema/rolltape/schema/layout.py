@@ -19,15 +19,17 @@ from rolltape.schema.columns import Column
 from rolltape.schema.errors import ValidationError
 from rolltape.schema.kinds import Kind, kind_named
 from rolltape.schema.render import arrow_schema, columns_of_kind
+from rolltape.schema.shape import Shape, shape_of
 
 _SHARED_BLANK_ROWS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Place:
     """One flat name: its spec, and its index at the top or (``in_struct``) among the struct's children."""
 
     spec: Column
+    shape: Shape
     index: int
     in_struct: bool
 
@@ -66,8 +68,11 @@ def layout_of(kind_name: str) -> Layout:
     """
     kind = kind_named(kind_name)
     *top, _ = columns_of_kind(kind)
-    places = {spec.name: Place(spec=spec, index=at, in_struct=False) for at, spec in enumerate(top)}
-    places |= {spec.name: Place(spec=spec, index=at, in_struct=True) for at, spec in enumerate(kind.columns)}
+    places = {
+        spec.name: Place(spec=spec, shape=shape_of(spec.type), index=at, in_struct=in_struct)
+        for in_struct, specs in ((False, top), (True, kind.columns))
+        for at, spec in enumerate(specs)
+    }
     return Layout(
         kind=kind,
         schema=arrow_schema(kind_name),

@@ -1,0 +1,155 @@
+"""Rows of one kind as bytes: one self-contained Arrow IPC stream (design §4).
+
+The stream is a schema message, one record batch (buffers compressed with LZ4) and the end-of-stream marker; a stream
+without that marker was cut. Columns that are null in every row are left out and come back as nulls.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+from pyarrow import ipc
+
+from rolltape.schema.conform import conform
+from rolltape.schema.envelope import SCHEMA_MAJOR, SCHEMA_MINOR
+from rolltape.schema.errors import CodecError, SchemaVersionError
+from rolltape.schema.extensions import keep_unknown
+from rolltape.schema.kinds import kind_named
+from rolltape.schema.prune import pruner_of
+
+CODEC: Final = "arrow-ipc-stream+lz4"
+"""Name of the encoding, as records' headers carry it."""
+
+_OPTIONS: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+_END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+
+def kind_of(batch: pa.RecordBatch) -> str:
+    """The kind of a batch that has a kind's own schema: the name of its last column."""
+    return str(batch.schema.field(batch.num_columns - 1).name)
+
+
+def encode(batch: pa.RecordBatch) -> pa.Buffer:
+    """``batch`` (of one kind, with that kind's schema) as one Arrow IPC stream; slices are written as what they show.
+
+    Raises:
+        CodecError: the batch has no rows.
+        UnknownKindError: its last column is not named like a kind.
+        ValidationError: its columns are not that kind's.
+    """
+    if not batch.num_rows:
+        raise CodecError("expected at least one row to encode, got none")
+    kind = kind_of(batch)
+    pruned = pruner_of(kind).prune(conform(batch, kind))
+    sink = pa.BufferOutputStream()
+    with ipc.new_stream(sink, pruned.schema, options=_OPTIONS) as writer:
+        writer.write_batch(pruned)
+    return sink.getvalue()
+
+
+def decode(value: pa.Buffer | bytes | bytearray | memoryview, *, kind: str | None = None) -> pa.RecordBatch:
+    """The rows of one record, conformed to today's schema of their kind.
+
+    Older minor versions are upcast. Of a newer minor the known columns are read and the unknown kept in
+    ``extensions``. Text that is not UTF-8 is left for :func:`rolltape.schema.validate.validate` to find by row.
+
+    Args:
+        value: the stream.
+        kind: what the headers say; ``None``: whatever the rows say.
+
+    Raises:
+        CodecError: the bytes are no whole stream, its rows are not of one kind, or not of the kind expected.
+        UnknownKindError: no such kind.
+        SchemaVersionError: a newer major version, or none.
+        ValidationError: a column cannot be read as its spec without loss.
+    """
+    batch = _read(pa.py_buffer(value))
+    found = _only_kind(batch)
+    if kind is not None and found != kind:
+        raise CodecError(f"expected a record of kind {kind}, got rows of kind {found}")
+    kind_named(found)
+    newest_minor = _check_versions(batch)
+    _check_bounds(batch)
+    known = conform(batch, found)
+    if newest_minor > SCHEMA_MINOR:
+        return keep_unknown(batch, known, found)
+    return known
+
+
+def _read(value: pa.Buffer) -> pa.RecordBatch:
+    if value.size < len(_END_OF_STREAM) or bytes(value[-len(_END_OF_STREAM) :]) != _END_OF_STREAM:
+        raise CodecError(f"expected an Arrow IPC stream with its end marker, got {value.size} bytes without: truncated")
+    try:
+        with ipc.open_stream(value) as reader:
+            batches = list(reader)
+    except (pa.ArrowException, OSError, EOFError, ValueError) as error:
+        raise CodecError(f"expected an Arrow IPC stream, got {value.size} bytes that are none: {error}") from error
+    if sum(batch.num_rows for batch in batches) == 0:
+        raise CodecError("expected at least one row in a record, got none")
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+
+
+def _only_kind(batch: pa.RecordBatch) -> str:
+    return _same_text(batch, "kind", CodecError)
+
+
+def _same_text(batch: pa.RecordBatch, name: str, error: type[Exception]) -> str:
+    values = _distinct(batch, name)
+    if len(values) != 1 or values[0] is None:
+        raise error(f"expected one {name} in all rows of a record, got {values[:5]}")
+    return values[0]
+
+
+def _distinct(batch: pa.RecordBatch, name: str) -> list[str | None]:
+    index = batch.schema.get_field_index(name)
+    if index < 0 or not (pt.is_string(batch.column(index).type) or pt.is_large_string(batch.column(index).type)):
+        return [None]
+    try:
+        batch.column(index).validate(full=True)
+        values: list[str | None] = pc.unique(batch.column(index)).to_pylist()
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise CodecError(f"{name}: expected UTF-8 text, got bytes that are not: {error}") from error
+    return values
+
+
+def parse_version(text: str | None) -> tuple[int, int]:
+    """``major.minor`` as two numbers.
+
+    Raises:
+        SchemaVersionError: the text is not of that form.
+    """
+    major, dot, minor = (text or "").partition(".")
+    if not (dot and major.isascii() and major.isdigit() and minor.isascii() and minor.isdigit()):
+        raise SchemaVersionError(f"expected a schema version as in {SCHEMA_MAJOR}.{SCHEMA_MINOR}, got {text!r}")
+    return int(major), int(minor)
+
+
+def _check_versions(batch: pa.RecordBatch) -> int:
+    """The newest minor version among the rows."""
+    versions = [parse_version(text) for text in _distinct(batch, "schema_version")]
+    for major, minor in versions:
+        if major != SCHEMA_MAJOR:
+            raise SchemaVersionError(
+                f"expected schema version {SCHEMA_MAJOR}.x, got {major}.{minor}: read it with a Rolltape that knows it"
+            )
+    return max(minor for _, minor in versions)
+
+
+def _check_bounds(batch: pa.RecordBatch) -> None:
+    """Refuse a record whose offsets point outside its buffers; broken text alone is left to validation."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowException:
+        for row in range(batch.num_rows):
+            _check_row(batch.slice(row, 1))
+
+
+def _check_row(row: pa.RecordBatch) -> None:
+    try:
+        row.validate(full=True)
+    except pa.ArrowException as error:
+        if "utf8" not in str(error).lower():
+            raise CodecError(f"expected a sound Arrow record, got one with broken buffers: {error}") from error
