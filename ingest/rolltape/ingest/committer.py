@@ -1,0 +1,270 @@
+"""The embedded log's one committer: it archives all spools of a machine into the lake by group commit.
+
+It looks at the sizes of the spool files every two milliseconds (every twenty after a while without work), commits what is there
+at once, and lets what comes during a commit gather for the next. ``python -m rolltape.ingest.committer LAKE`` runs one
+until SIGTERM, which drains first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rolltape.ingest.archive import Archive, Outcome
+from rolltape.ingest.lanes import Lane
+from rolltape.ingest.locks import FileLock
+from rolltape.ingest.spool_layout import COMMITTER_LOCK, LOSSES, make_folder, producers_folder
+from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
+from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError
+from rolltape.schema.validate import Limits
+from rolltape.store.lake import Lake
+
+CommitterMode = Literal["auto", "thread", "external"]
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitterOptions:
+    """How the committer trades latency against commits.
+
+    Times in seconds. ``linger_s`` is how long the spools must be quiet before a commit starts, and ``max_linger_s`` how long
+    it waits for that at most: events that are recorded one after the other then share a commit.
+    """
+
+    poll_s: float = 0.002
+    idle_poll_s: float = 0.02
+    idle_after_s: float = 10.0
+    rescan_s: float = 0.02
+    linger_s: float = 0.0015
+    max_linger_s: float = 0.006
+    max_commit_bytes: int = 64 << 20
+    full_disk_retry_s: float = 0.25
+    maintenance: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("poll_s", "idle_poll_s", "rescan_s", "full_disk_retry_s", "max_commit_bytes"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
+
+
+class LakeTarget:
+    """A lake as what an archive commits to."""
+
+    def __init__(self, lake: Lake) -> None:
+        """Commit to ``lake``."""
+        self.lake = lake
+
+    def transactions(self) -> Mapping[str, int]:
+        """Application transactions of the newest version."""
+        return self.lake.snapshot().transactions
+
+    def append(
+        self, tables: Mapping[str, pa.Table], transactions: Mapping[str, int], expected: Mapping[str, int | None]
+    ) -> Any:
+        """One commit of rows and transactions."""
+        return self.lake.append(tables, transactions, expected)
+
+    def read_event(self, kind: str, event_id: str) -> Mapping[str, Any] | None:
+        """The committed event as a row; None if there is none."""
+        rows = self.lake.read(kind)
+        found = rows.filter(pc.equal(rows["event_id"], event_id)).to_pylist()
+        return found[0] if found else None
+
+
+class Committer:
+    """Archives the spools of one lake on this machine. Holds the committer's lock while it lives."""
+
+    def __init__(self, lake: Lake, options: CommitterOptions | None = None, *, limits: Limits | None = None) -> None:
+        """Take the lock and the lake's marks.
+
+        Raises:
+            CommitterFencedError: another process (or handle) commits for this lake on this machine.
+        """
+        self._lake = lake
+        self._options = options or CommitterOptions()
+        make_folder(producers_folder(lake.spool_path))
+        lock = FileLock.acquire(lake.spool_path / COMMITTER_LOCK)
+        if lock is None:
+            raise CommitterFencedError(
+                f"expected to be the only committer of {lake.location}, got a lock held by another at {lake.spool_path}; "
+                "use the one that runs (committer='external' or 'auto')"
+            )
+        self._lock = lock
+        self.archive = Archive(LakeTarget(lake), limits=limits)
+        self._producers: dict[str, ProducerReader] = {}
+        self._parked: dict[Lane, tuple[EpochReader, Place]] = {}
+        self._last_rescan = 0.0
+        self._commits_since_maintenance = 0
+        self.num_commits = 0
+        self.wake = threading.Event()
+
+    # One round.
+
+    def run_once(self) -> bool:
+        """Archive what is there now; True if something was committed.
+
+        Raises:
+            StorageFullError: no room; nothing was lost, the same round may be run again.
+            CommitterFencedError: another committer moved the marks.
+        """
+        try:
+            self._rescan()
+            self._gather()
+            self.archive.raise_alarms()
+            committed = self.archive.commit() is not None
+        except BaseException:
+            self._rewind()
+            raise
+        self._confirm()
+        self.num_commits += committed
+        self._commits_since_maintenance += committed
+        return committed
+
+    def _gather(self) -> None:
+        """Offer everything that is there, then what comes until the spools are quiet."""
+        started = time.monotonic()
+        num_bytes, quiet_since = 0, started
+        while num_bytes < self._options.max_commit_bytes:
+            taken = sum(self._offer_from(producer) for producer in list(self._producers.values()))
+            self._resume_lanes()
+            now = time.monotonic()
+            if taken:
+                num_bytes, quiet_since = num_bytes + taken, now
+            if not num_bytes:
+                return
+            if now - quiet_since >= self._options.linger_s or now - started >= self._options.max_linger_s:
+                break
+            time.sleep(0.0005)
+
+    def _offer_from(self, producer: ProducerReader) -> int:
+        taken = 0
+        for epoch, spooled in producer.read(self._options.max_commit_bytes):
+            outcome = self.archive.offer(spooled.record, checksum=spooled.checksum, intact=spooled.intact)
+            if outcome is Outcome.PARKED:
+                headers = spooled.record.headers
+                lane = Lane(headers.producer_id, headers.producer_epoch, spooled.record.topic, spooled.record.partition)
+                self._parked.setdefault(lane, (epoch, spooled.place))
+            taken += spooled.num_bytes
+        return taken
+
+    def _resume_lanes(self) -> None:
+        """Read again what waited for records that came since; what else lies behind it is known and costs little."""
+        for lane in self.archive.resumable():
+            epoch, place = self._parked.pop(lane)
+            self.archive.unpark(lane)
+            epoch.rewind_to(place)
+
+    def _confirm(self) -> None:
+        oldest: dict[int, Place] = {}
+        for epoch, place in self._parked.values():
+            oldest[id(epoch)] = min(place, oldest.get(id(epoch), place))
+        for producer in self._producers.values():
+            for epoch in producer.epochs():
+                epoch.confirm(oldest.get(id(epoch), epoch.place))
+
+    def _rewind(self) -> None:
+        self._parked.clear()
+        for producer in self._producers.values():
+            for epoch in producer.epochs():
+                epoch.rewind()
+        self.archive.reload()
+
+    def _rescan(self) -> None:
+        now = time.monotonic()
+        if now - self._last_rescan < self._options.rescan_s:
+            return
+        self._last_rescan = now
+        for folder in producers_folder(self._lake.spool_path).iterdir():
+            if folder.name not in self._producers:
+                self._producers[folder.name] = ProducerReader(folder)
+        for producer in self._producers.values():
+            producer.rescan()
+            producer.forget_drained()
+        self._accept_losses()
+
+    def _accept_losses(self) -> None:
+        """Close gaps whose loss an operator accepted; the request goes once its dead letter is committed."""
+        for path in sorted((self._lake.spool_path / LOSSES).glob("*.json")):
+            request = json.loads(path.read_text())
+            self.archive.accept_loss(Lane(*request["lane"]), request["through"])
+            self.archive.commit()
+            path.unlink()
+            self._resume_lanes()
+
+    # Many rounds.
+
+    def run(self, stop: threading.Event) -> None:
+        """Archive until ``stop`` is set, then what is still there. Waits where the disk is full.
+
+        Raises:
+            CommitterFencedError: another committer took over.
+        """
+        last_work = time.monotonic()
+        while not stop.is_set():
+            try:
+                worked = self.run_once()
+            except StorageFullError as error:
+                _LOG.warning("commit waits for room, nothing is lost: %s", error)
+                stop.wait(self._options.full_disk_retry_s)
+                continue
+            now = time.monotonic()
+            if worked:
+                last_work = now
+                self._maintain()
+                continue
+            idle = now - last_work > self._options.idle_after_s
+            self.wake.wait(self._options.idle_poll_s if idle else self._options.poll_s)
+            self.wake.clear()
+        self.drain()
+
+    def drain(self) -> None:
+        """Archive everything that is spooled now."""
+        self._last_rescan = 0.0
+        while self.run_once():
+            self._last_rescan = 0.0
+
+    def _maintain(self) -> None:
+        if not self._options.maintenance:
+            return
+        from rolltape.store.maintenance import maintain
+
+        maintain(self._lake, self._commits_since_maintenance)
+
+    def close(self) -> None:
+        """Give the lock back. Idempotent."""
+        for producer in self._producers.values():
+            producer.close()
+        self._producers.clear()
+        self._lock.release()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the committer of one lake until SIGTERM or SIGINT; drains before it ends."""
+    names = sys.argv[1:] if arguments is None else arguments
+    if len(names) != 1:
+        print("usage: python -m rolltape.ingest.committer LAKE", file=sys.stderr)
+        return 2
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with contextlib.closing(Committer(Lake.open(names[0]))) as committer:
+        print(json.dumps({"committer": "running", "lake": names[0]}), flush=True)
+        committer.run(stop)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

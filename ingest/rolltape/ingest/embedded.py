@@ -1,0 +1,259 @@
+"""The embedded log: the lake itself is the log, spools lead to it, readers tail its commits.
+
+One committer of each lake and machine archives all spools. A flush proves: it reads the lane's mark from the lake's own
+commits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Collection
+from types import TracebackType
+from typing import Final, Self
+
+from rolltape.ingest.committer import Committer, CommitterMode, CommitterOptions
+from rolltape.ingest.lanes import NOTHING, Lane, newest_epoch
+from rolltape.ingest.locks import is_locked
+from rolltape.ingest.log import Level, LogReader
+from rolltape.ingest.spool import SpoolWriter
+from rolltape.ingest.spool_layout import COMMITTER_LOCK, epochs_of
+from rolltape.schema.codec import Record
+from rolltape.schema.cursor import Cursor, Partition
+from rolltape.schema.errors import CommitterFencedError, ConfigError, FlushTimeout, LaneGapError
+from rolltape.schema.validate import Limits
+from rolltape.store.lake import Lake
+from rolltape.store.tail import Tail
+
+_PROOF_POLL_S: Final = 0.002
+_TAKEOVER_POLL_S: Final = 0.25
+_REFRESH_S: Final = 0.05
+_REFRESH_BYTES: Final = 1 << 20
+
+
+class EmbeddedLog:
+    """A lake as event log.
+
+    ``committer``: ``thread`` runs it in this process (and fails if another does), ``external`` never does, ``auto`` does
+    while no other process does, and takes over when that one ends.
+    """
+
+    def __init__(
+        self,
+        lake: Lake,
+        committer: CommitterMode = "auto",
+        *,
+        options: CommitterOptions | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        """Open the log of ``lake``.
+
+        Raises:
+            CommitterFencedError: mode ``thread``, and another committer runs on this machine.
+            ConfigError: an unknown mode.
+        """
+        if committer not in ("auto", "thread", "external"):
+            raise ConfigError(f"committer: expected auto, thread or external, got {committer!r}")
+        self.lake = lake
+        self._marks = Lake.open(lake.location, read_only=True)
+        self._host = None if committer == "external" else CommitterHost(lake, committer, options, limits)
+
+    def producer(self, producer_id: str) -> EmbeddedProducer:
+        """Open the only live writer of ``producer_id`` on this machine (see :class:`rolltape.ingest.log.EventLog`)."""
+        archived = newest_epoch(self._marks.snapshot().transactions, producer_id)
+        writer = SpoolWriter(self.lake.spool_path, producer_id, minimum_epoch=archived + 1)
+        return EmbeddedProducer(self, writer)
+
+    def reader(
+        self, start: Cursor, topics: Collection[str] | None = None, kinds: Collection[str] | None = None
+    ) -> LogReader:
+        """A reader that tails the lake's commits."""
+        return EmbeddedReader(self.lake, start, topics, kinds)
+
+    def end(self) -> Cursor:
+        """The cursor after everything that is committed."""
+        return self.lake.cursor()
+
+    def num_partitions(self, topic: str) -> int:
+        """One partition of each topic."""
+        return 1
+
+    def mark(self, lane: Lane) -> int:
+        """Last ``lane_seq`` of a lane that the lake's newest version has, -1 for none."""
+        return self._marks.snapshot().transactions.get(lane.app_id, NOTHING)
+
+    def notify(self) -> None:
+        """Tell a committer in this process that there is something to do."""
+        if self._host is not None:
+            self._host.notify()
+
+    def check_committer(self) -> None:
+        """Raise what a committer in this process died of."""
+        if self._host is not None:
+            self._host.check()
+
+    def explain_delay(self, producer_id: str) -> str:
+        """Why something may not have been committed in time, for error messages."""
+        gaps = [row["alarm_raised"]["detail"] for row in self.lake.read("alarm_raised").to_pylist()]
+        own = [detail for detail in gaps if detail and detail.startswith(f"lane {producer_id} ")]
+        if own:
+            return own[-1]
+        if not is_locked(self.lake.spool_path / COMMITTER_LOCK):
+            return f"no committer runs for {self.lake.location}: start one (python -m rolltape.ingest.committer), or open the log with 'auto'"
+        return "the committer is behind: look at the disk's speed and free space"
+
+    def close(self) -> None:
+        """Stop the committer of this handle once it drained the spools. Idempotent."""
+        if self._host is not None:
+            self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class EmbeddedReader(Tail):
+    """A tail of the lake as a log's reader."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class CommitterHost:
+    """A thread that runs the committer while this process holds its lock."""
+
+    def __init__(
+        self, lake: Lake, mode: CommitterMode, options: CommitterOptions | None, limits: Limits | None
+    ) -> None:
+        """Take the lock now if it is free; mode ``thread`` insists."""
+        self._lake = lake
+        self._options = options
+        self._limits = limits
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._committer = self._try_start(insist=mode == "thread")
+        self._thread = threading.Thread(target=self._run, name="rolltape-committer", daemon=True)
+        self._thread.start()
+
+    def _try_start(self, *, insist: bool) -> Committer | None:
+        try:
+            # A handle of its own: nobody waits for the lake's lock while a commit is written.
+            return Committer(Lake.open(self._lake.location), self._options, limits=self._limits)
+        except CommitterFencedError:
+            if insist:
+                raise
+            return None
+
+    def _run(self) -> None:
+        try:
+            while self._committer is None and not self._stop.wait(_TAKEOVER_POLL_S):
+                self._committer = self._try_start(insist=False)
+            if self._committer is not None:
+                self._committer.run(self._stop)
+        except BaseException as error:
+            self._error = error
+        finally:
+            if self._committer is not None:
+                self._committer.close()
+
+    def notify(self) -> None:
+        """There is something to do."""
+        if self._committer is not None:
+            self._committer.wake.set()
+
+    def check(self) -> None:
+        """Raise what the thread died of."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Stop after draining, and raise what the thread died of. Idempotent."""
+        self._stop.set()
+        self.notify()
+        self._thread.join()
+        self.check()
+
+
+class EmbeddedProducer:
+    """Writer of one producer id: a spool, and proof from the lake (see :class:`rolltape.ingest.log.LogProducer`)."""
+
+    def __init__(self, log: EmbeddedLog, writer: SpoolWriter) -> None:
+        """Use :meth:`EmbeddedLog.producer`."""
+        self.producer_id = writer.producer_id
+        self.epoch = writer.epoch
+        self._log = log
+        self._writer = writer
+        self._sent: dict[Lane, int] = {}
+        self._unproven: deque[tuple[Lane, int, int]] = deque()
+        self._unproven_bytes = 0
+        self._refreshed = 0.0
+        self._lock = threading.Lock()
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Spooled bytes that the lake is not known to have; looks at the lake now and then once they are many."""
+        if self._unproven_bytes > _REFRESH_BYTES and time.monotonic() - self._refreshed > _REFRESH_S:
+            self._refresh()
+        return self._unproven_bytes
+
+    def _refresh(self) -> None:
+        self._refreshed = time.monotonic()
+        with self._lock:
+            while self._unproven:
+                lane, last, num_bytes = self._unproven[0]
+                if self._log.mark(lane) < last:
+                    break
+                self._unproven.popleft()
+                self._unproven_bytes -= num_bytes
+
+    def send(self, record: Record) -> None:
+        """Append one record to the spool."""
+        num_bytes = self._writer.append(record)
+        lane = Lane(self.producer_id, self.epoch, record.topic, record.partition)
+        with self._lock:
+            self._sent[lane] = record.headers.last_lane_seq
+            self._unproven.append((lane, record.headers.last_lane_seq, num_bytes))
+            self._unproven_bytes += num_bytes
+        self._log.notify()
+
+    def acknowledged(self, partition: Partition) -> int:
+        """Last ``lane_seq`` that the lake's newest version has."""
+        return self._log.mark(Lane(self.producer_id, self.epoch, *partition))
+
+    def flush(self, level: Level, timeout_s: float) -> None:
+        """Sync the spool; at level ``logged`` also wait until the lake's commits show every lane's mark."""
+        self._writer.sync()
+        if level == "spooled":
+            return
+        with self._lock:
+            wanted = dict(self._sent)
+        deadline = time.monotonic() + timeout_s
+        while wanted := {lane: last for lane, last in wanted.items() if self._log.mark(lane) < last}:
+            self._log.check_committer()
+            if time.monotonic() >= deadline:
+                raise self._late(f"everything sent to be logged within {timeout_s} s, got {len(wanted)} lanes behind")
+            time.sleep(_PROOF_POLL_S)
+        self._refresh()
+
+    def _late(self, what: str) -> FlushTimeout | LaneGapError:
+        why = self._log.explain_delay(self.producer_id)
+        kind = LaneGapError if why.startswith("lane ") else FlushTimeout
+        return kind(f"producer {self.producer_id!r}: expected {what}; {why}. Nothing is lost: the spool keeps it")
+
+    def wait_for_older_epochs(self, timeout_s: float) -> None:
+        """Wait until the committer archived and removed the spools of older epochs."""
+        deadline = time.monotonic() + timeout_s
+        while older := [epoch for epoch in epochs_of(self._writer.producer_folder) if epoch < self.epoch]:
+            self._log.check_committer()
+            if time.monotonic() >= deadline:
+                raise self._late(f"older epochs to be logged within {timeout_s} s, got epochs {older} in the spool")
+            time.sleep(_PROOF_POLL_S)
+
+    def close(self) -> None:
+        """Sync and seal the spool, and give the producer id back. Idempotent."""
+        self._writer.close()

@@ -1,0 +1,339 @@
+"""The recorder: the only way in which events are made.
+
+It numbers, stamps and validates events, spools them as records of the log, and slows its caller down where the log
+does not keep up. Events are handed over one at a time or, much cheaper, as columns of many trajectories' events at once.
+A row that breaks its spec becomes a dead letter in its place; the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final, Self
+
+import numpy as np
+import pyarrow as pa
+
+from rolltape.ingest.event_index import AttemptCounters, as_list
+from rolltape.ingest.log import EventLog, Level, LogProducer
+from rolltape.ingest.refused import dead_letter_batch, letter_of_refused_row, letter_of_row
+from rolltape.ingest.routing import partition_of, rows_by_partition
+from rolltape.schema.build import RefusedRow, build_batch, with_columns
+from rolltape.schema.codec import Record, make_record
+from rolltape.schema.columns import TIMESTAMP_US
+from rolltape.schema.cursor import Partition
+from rolltape.schema.errors import BackpressureTimeout, ConfigError, StorageFullError, ValidationError
+from rolltape.schema.identity import uuid7_many
+from rolltape.schema.kinds import Kind, Topic, kind_named
+from rolltape.schema.validate import Limits, validate
+
+MAX_RECORD_BYTES: Final = 1 << 20
+_RETRY_S: Final = 0.005
+_FULL_DISK_RETRY_S: Final = 0.1
+_OURS: Final = frozenset({"kind", "schema_version", "run_id", "run_epoch", "producer_id", "producer_epoch", "lane_seq"})
+_LOG: Final = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """What :meth:`Recorder.record_batch` did: the id of each row's event, and the rows that became dead letters."""
+
+    event_ids: list[str]
+    refused: tuple[RefusedRow, ...] = ()
+
+
+class Recorder:
+    """Records the events of one producer. Threads may share it.
+
+    ``max_unacknowledged_bytes`` bounds what the log does not have yet: beyond it recording waits, at most
+    ``backpressure_timeout_s``. ``limits`` are those of validation, ``vocab_size`` among them.
+    """
+
+    def __init__(
+        self,
+        log: EventLog,
+        *,
+        producer_id: str,
+        run_id: str,
+        run_epoch: int = 1,
+        limits: Limits | None = None,
+        tenant: str | None = None,
+        max_unacknowledged_bytes: int = 256 << 20,
+        backpressure_timeout_s: float = 60.0,
+    ) -> None:
+        """Open the producer.
+
+        Raises:
+            ProducerFencedError: another live writer uses this producer id.
+            ConfigError: a bound that is not above 0.
+        """
+        if max_unacknowledged_bytes <= 0 or backpressure_timeout_s < 0:
+            raise ConfigError(
+                "max_unacknowledged_bytes, backpressure_timeout_s: expected more than 0 and at least 0, got "
+                f"{max_unacknowledged_bytes}, {backpressure_timeout_s}"
+            )
+        self._log = log
+        self._producer: LogProducer = log.producer(producer_id)
+        self._run_id = run_id
+        self._run_epoch = run_epoch
+        self._tenant = tenant
+        self._limits = limits or Limits()
+        self._max_unacknowledged_bytes = max_unacknowledged_bytes
+        self._backpressure_timeout_s = backpressure_timeout_s
+        self._next_seq: dict[Partition, int] = {}
+        self._attempts = AttemptCounters()
+        self._outbox: deque[Record] = deque()
+        self._lock = threading.RLock()
+        self.num_recorded = 0
+        self.num_refused = 0
+
+    @property
+    def producer(self) -> LogProducer:
+        """The producer that records go through."""
+        return self._producer
+
+    @property
+    def run_id(self) -> str:
+        """The run that events are stamped with."""
+        return self._run_id
+
+    @property
+    def run_epoch(self) -> int:
+        """The run epoch that events are stamped with."""
+        return self._run_epoch
+
+    def set_run_epoch(self, run_epoch: int) -> None:
+        """Stamp later events with ``run_epoch``."""
+        with self._lock:
+            self._run_epoch = run_epoch
+
+    def record(self, kind: str, **fields: Any) -> str:
+        """Record one event of flat fields and return its id.
+
+        An event that breaks its spec becomes a dead letter with this id as its ``source_event_id``, is logged as a warning and counted
+        in :attr:`num_refused`.
+
+        Raises:
+            UnknownKindError, ValidationError: no such kind or field.
+            BackpressureTimeout, StorageFullError: as :meth:`record_batch`.
+        """
+        return self.record_batch(kind, {name: [value] for name, value in fields.items()}, 1).event_ids[0]
+
+    def record_batch(self, kind: str, columns: Mapping[str, Any], num_rows: int | None = None) -> Receipt:
+        """Record events of one kind, given as flat columns (lists, NumPy or Arrow arrays; a plain value stands for all).
+
+        ``event_id``, ``event_index`` and ``recorded_at`` may be given (importers do); else ids are minted and indexes assigned.
+
+        Raises:
+            UnknownKindError, ValidationError: no such kind or column, or columns of different lengths. Nothing is recorded.
+            BackpressureTimeout: the log did not take what is spooled in time.
+            StorageFullError: no room in the spool for as long. In both cases the events are kept in memory and go
+                first at the next call or flush; they must not be recorded again.
+        """
+        spec = kind_named(kind)
+        forbidden = _OURS & columns.keys()
+        if forbidden:
+            raise ValidationError(f"{kind}: expected columns that the recorder does not fill itself, got {sorted(forbidden)}")
+        with self._lock:
+            self._send_outbox()
+            prepared = self._prepare(spec, columns, _count_rows(columns, num_rows))
+            self._send_outbox()
+        if prepared.refused:
+            first = prepared.refused[0]
+            _LOG.warning(
+                "%d of %d %s events became dead letters; the first (row %d): %s: %s",
+                *(len(prepared.refused), len(prepared.event_ids), kind, first.row, first.reason, first.detail),
+            )
+        return prepared
+
+    def _prepare(self, spec: Kind, columns: Mapping[str, Any], num_rows: int) -> Receipt:
+        stamped = dict(columns)
+        event_ids = as_list(columns.get("event_id"), num_rows) if "event_id" in columns else uuid7_many(num_rows)
+        stamped["event_id"] = event_ids
+        stamped["recorded_at"] = columns.get("recorded_at", pa.scalar(time.time_ns() // 1000, TIMESTAMP_US))
+        if self._tenant is not None:
+            stamped.setdefault("tenant", self._tenant)
+        if spec.indexed:
+            indexes = self._attempts.preview(columns, num_rows)
+            stamped["event_index"] = indexes
+            if spec.name == "rollout_ended":
+                stamped.setdefault("last_event_index", indexes)
+        stamped.update(self._stamps(spec.topic, num_rows))
+        built = build_batch(spec.name, stamped, num_rows)
+        refused, batch = self._set_aside(spec.name, built.batch, built.kept_rows)
+        if spec.indexed:
+            self._attempts.advance(columns, stamped["event_index"], num_rows, ended=spec.name == "rollout_ended")
+        refused_rows = tuple(sorted((*built.refused, *(row for row, _ in refused)), key=lambda row: row.row))
+        letters = [letter_of_refused_row(spec.name, row, stamped, num_rows) for row in built.refused]
+        letters += [letter for _, letter in refused]
+        self._enqueue(spec, batch, letters, exact=not refused_rows)
+        self.num_recorded += num_rows - len(refused_rows)
+        self.num_refused += len(refused_rows)
+        return Receipt(event_ids=event_ids, refused=refused_rows)
+
+    def _stamps(self, topic: str, num_rows: int) -> dict[str, Any]:
+        """What the recorder alone fills. The lane numbers are right if no row is refused and the topic has one partition."""
+        first = self._next_seq.get(Partition(topic, 0), 0)
+        return {
+            "run_id": self._run_id,
+            "run_epoch": self._run_epoch,
+            "producer_id": self._producer.producer_id,
+            "producer_epoch": self._producer.epoch,
+            "lane_seq": np.arange(first, first + num_rows, dtype=np.int64),
+        }
+
+    def _set_aside(
+        self, kind: str, batch: pa.RecordBatch, kept_rows: np.ndarray
+    ) -> tuple[list[tuple[RefusedRow, dict[str, Any]]], pa.RecordBatch]:
+        """Validate; the rows that break their spec as dead letters, and the batch without them."""
+        refusals = {refusal.row: refusal for refusal in validate(batch, self._limits)}
+        if not refusals:
+            return [], batch
+        found = []
+        for row, refusal in sorted(refusals.items()):
+            letter = letter_of_row(batch, row, kind=kind, reason=refusal.reason, detail=refusal.detail)
+            refused = RefusedRow(
+                row=int(kept_rows[row]),
+                reason=refusal.reason,
+                detail=refusal.detail,
+                payload=letter["payload"],
+                payload_format=letter["payload_format"],
+            )
+            found.append((refused, letter))
+        return found, batch.filter(pa.array([row not in refusals for row in range(batch.num_rows)]))
+
+    # From batches to records of lanes.
+
+    def _enqueue(self, spec: Kind, batch: pa.RecordBatch, letters: list[dict[str, Any]], *, exact: bool) -> None:
+        num_partitions = self._log.num_partitions(spec.topic)
+        if num_partitions == 1:
+            self._enqueue_lane(spec, Partition(spec.topic, 0), batch, letters, exact=exact)
+            return
+        by_partition = rows_by_partition(batch, spec.topic, num_partitions)
+        letters_by: dict[int, list[dict[str, Any]]] = {}
+        for letter in letters:
+            key = letter.get("group_id") or letter.get("trajectory_id") or self._run_id
+            letters_by.setdefault(partition_of(key, num_partitions), []).append(letter)
+        for number in sorted(by_partition.keys() | letters_by.keys()):
+            rows = by_partition.get(number)
+            part = batch.slice(0, 0) if rows is None else batch.take(pa.array(rows))
+            self._enqueue_lane(spec, Partition(spec.topic, number), part, letters_by.get(number, []), exact=False)
+
+    def _enqueue_lane(
+        self, spec: Kind, partition: Partition, batch: pa.RecordBatch, letters: list[dict[str, Any]], *, exact: bool
+    ) -> None:
+        """Number a batch and the dead letters behind it, and queue them as records of at most about 1 MiB."""
+        first = self._next_seq.get(partition, 0)
+        if batch.num_rows:
+            if not exact:
+                batch = with_columns(batch, {"lane_seq": np.arange(first, first + batch.num_rows, dtype=np.int64)})
+            self._outbox += [replace_topic(make_record(part, partition=partition.partition), spec.topic) for part in split(batch)]
+        if letters:
+            record = make_record(self._letter_batch(letters, first + batch.num_rows), partition=partition.partition)
+            # Beside the events that it stands in for, so that readers of their topic see it in its place.
+            self._outbox.append(replace_topic(record, spec.topic))
+        self._next_seq[partition] = first + batch.num_rows + len(letters)
+
+    def _letter_batch(self, letters: list[dict[str, Any]], first_seq: int) -> pa.RecordBatch:
+        now = time.time_ns() // 1000
+        rows = []
+        for number, letter in enumerate(letters, first_seq):
+            own = {
+                "run_id": self._run_id,
+                "run_epoch": self._run_epoch,
+                "producer_id": self._producer.producer_id,
+                "producer_epoch": self._producer.epoch,
+                "lane_seq": number,
+                "first_lane_seq": number,
+                "last_lane_seq": number,
+                "source_producer_id": self._producer.producer_id,
+                "source_producer_epoch": self._producer.epoch,
+                "tenant": self._tenant,
+            }
+            rows.append({**letter, **own, "recorded_at": now})
+        return dead_letter_batch(rows)
+
+    def _send_outbox(self) -> None:
+        deadline = time.monotonic() + self._backpressure_timeout_s
+        while self._outbox:
+            self._wait_for_room(deadline)
+            try:
+                self._producer.send(self._outbox[0])
+            except StorageFullError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_FULL_DISK_RETRY_S)
+                continue
+            self._outbox.popleft()
+
+    def _wait_for_room(self, deadline: float) -> None:
+        while self._producer.unacknowledged_bytes >= self._max_unacknowledged_bytes:
+            if time.monotonic() >= deadline:
+                raise BackpressureTimeout(
+                    f"expected the log to take what is spooled within {self._backpressure_timeout_s} s, got "
+                    f"{self._producer.unacknowledged_bytes} bytes that it does not have (limit {self._max_unacknowledged_bytes}); "
+                    f"{len(self._outbox)} records wait in memory and go first at the next call or flush"
+                )
+            time.sleep(_RETRY_S)
+
+    # Guarantees.
+
+    def flush(self, level: Level = "logged", timeout_s: float = 60.0) -> None:
+        """Return once everything recorded is proven durable at ``level``.
+
+        Raises:
+            FlushTimeout: not proven in time; nothing is lost.
+            BackpressureTimeout, StorageFullError: what waits in memory found no room.
+        """
+        with self._lock:
+            self._send_outbox()
+        self._producer.flush(level, timeout_s)
+
+    def wait_for_older_epochs(self, timeout_s: float = 60.0) -> None:
+        """Return once everything that earlier starts of this producer spooled is logged.
+
+        Raises:
+            FlushTimeout: not proven in time.
+        """
+        self._producer.wait_for_older_epochs(timeout_s)
+
+    def close(self) -> None:
+        """Make everything durable at level ``spooled`` and give the producer id back. Idempotent."""
+        with self._lock:
+            try:
+                self._send_outbox()
+            finally:
+                self._producer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def replace_topic(record: Record, topic: Topic) -> Record:
+    """The record on ``topic`` (a dead letter goes where the refused event would have gone)."""
+    return record if record.topic == topic else replace(record, topic=topic)
+
+
+def split(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    """Parts of at most about 1 MiB before compression, of at least one row each."""
+    if batch.num_rows < 2 or batch.nbytes <= MAX_RECORD_BYTES:
+        return [batch]
+    half = batch.num_rows // 2
+    return split(batch.slice(0, half)) + split(batch.slice(half))
+
+
+def _count_rows(columns: Mapping[str, Any], num_rows: int | None) -> int:
+    if num_rows is not None:
+        return num_rows
+    plain = (str, bytes, int, float, bool, type(None), dict)
+    return next((len(value) for value in columns.values() if not isinstance(value, plain) and hasattr(value, "__len__")), 1)
