@@ -52,7 +52,11 @@ class Session:
 
     def create_view(self, name: str, select: str) -> None:
         """Define the view ``name``. ``select`` is trusted text of this package, never a user's."""
-        self._connection.execute(f"CREATE OR REPLACE VIEW {quoted(name)} AS {select}")
+        self._define(f"CREATE OR REPLACE VIEW {quoted(name)} AS {select}")
+
+    def keep(self, name: str, select: str) -> None:
+        """Compute ``select`` (trusted text of this package) once and keep its rows as the table ``name``."""
+        self._define(f"CREATE TABLE {quoted(name)} AS {select}")
 
     def relation(self, select: str) -> Relation:
         """Bind ``select``; it runs when its rows are asked for.
@@ -68,6 +72,12 @@ class Session:
     def table(self, select: str) -> pa.Table:
         """Run ``select`` and return its rows."""
         return to_arrow(self.relation(select))
+
+    def _define(self, statement: str) -> None:
+        try:
+            self._connection.execute(statement)
+        except duckdb.Error as error:
+            raise SqlError(str(error)) from error
 
 
 def to_arrow(relation: Relation) -> pa.Table:

@@ -27,6 +27,7 @@ ATTEMPTS = View(
         "run_epochs",
     ),
     doc="Every attempt that the tape knows of, without folding: handed out, begun, ended, abandoned, superseded.",
+    kept=True,
     select="""
         WITH purposes AS (
             SELECT run_id, any_value(purpose) AS purpose FROM run_started GROUP BY run_id
@@ -79,6 +80,7 @@ ATTEMPT_FATES = View(
     name="attempt_fates",
     needs=("attempts", "batches", "batch_members", "batch_drops", "train_step_completed"),
     doc="Each attempt under each trainer that may consume it, with the number of times that each fate met it.",
+    kept=True,
     select="""
         WITH trainers AS (
             SELECT run_id, trainer_id FROM batches

@@ -11,9 +11,13 @@ FOLDED: Final = ("folded_trajectories", "folded_segments")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """A projection: its name, its SELECT, the kinds, views and folded sources that this reads, one line of meaning."""
+    """A projection: its name, its SELECT, the kinds, views and folded sources that this reads, one line of meaning.
+
+    ``kept``: its rows are computed once for a statement, since several views build on them; else they stream.
+    """
 
     name: str
     needs: tuple[str, ...]
     select: str
     doc: str
+    kept: bool = False

@@ -5,20 +5,22 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
 from rolltape.schema.columns import Column
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.envelope import ENVELOPE, EXTENSIONS, TOKEN_COLUMNS
-from rolltape.schema.fold import Fold, fold
 from rolltape.schema.fold_schema import SEGMENT_COLUMNS, TRAJECTORY_COLUMNS
 from rolltape.schema.kinds import KINDS, kind_named
 from rolltape.schema.render import columns_of_kind, duckdb_type
 from rolltape.store.duck import Relation, Session, literal, quoted
 from rolltape.store.projections import EVENTS, FOLDED, PROJECTIONS, VIEW_COLUMNS
 from rolltape.store.sources import EventSource
+
+if TYPE_CHECKING:
+    from rolltape.schema.fold import Fold
 
 FOLD_KINDS: Final = (
     "run_started",
@@ -90,7 +92,8 @@ class Workspace:
             elif name in PROJECTIONS:
                 view = PROJECTIONS[name]
                 self.create(view.needs)
-                self._session.create_view(name, view.select)
+                define = self._session.keep if view.kept else self._session.create_view
+                define(name, view.select)
             elif name == EVENTS:
                 self._create_events()
             elif name == VIEW_COLUMNS:
@@ -107,6 +110,8 @@ class Workspace:
         return _FOLDS.get((*key, str(self.as_of), self._run_id, self._trajectory_ids), self)
 
     def _fold(self) -> Fold:
+        from rolltape.schema.fold import fold  # most statements fold nothing
+
         events = self.source.read(_WHOLE, as_of=self.as_of)
         rest = [kind for kind in FOLD_KINDS if kind not in _WHOLE]
         events |= self.source.read(
