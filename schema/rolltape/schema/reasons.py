@@ -53,6 +53,8 @@ UNKNOWN_SUPPORT: Final = "unknown_support"
 PREFIX_MISMATCH: Final = "prefix_mismatch"
 PREFIX_UNKNOWN: Final = "prefix_unknown"
 CHECKSUM_MISMATCH: Final = "checksum_mismatch"
+EVENT_CONFLICT: Final = "event_conflict"
+MASK_UNRESOLVED: Final = "mask_unresolved"
 REWARD_CONFLICT: Final = "reward_conflict"
 REWARD_MISSING: Final = "reward_missing"
 REWARD_INVALID: Final = "reward_invalid"
@@ -87,6 +89,8 @@ UNTRAINABLE_REASONS: Final = MappingProxyType(
         PREFIX_MISMATCH: "the engine's context is not what the tape says it was",
         PREFIX_UNKNOWN: "the engine's context is not recorded",
         CHECKSUM_MISMATCH: "token counts differ from the check sum of its end",
+        EVENT_CONFLICT: "two events claim one place of the attempt, or an event has none",
+        MASK_UNRESOLVED: "a mask names an action that the attempt does not have",
         REWARD_CONFLICT: "two rewards for one target, neither superseded",
         REWARD_MISSING: "nobody rewarded it, or the reward is missing",
         REWARD_INVALID: "scoring failed: infrastructure, not the policy",

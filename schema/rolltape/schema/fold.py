@@ -1,0 +1,100 @@
+"""Folding a set of events to trajectories and segments (design §4, Fold).
+
+>>> fold({}).trajectories.num_rows
+0
+
+The result is a function of the *set* of events: duplicates, order, files and clocks do not show in it. What it says of a
+trajectory depends on the events of that trajectory alone (beside the few of its run, and of the weights that were
+aborted), so a fold over a part of the tape agrees with a fold over all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from rolltape.schema.fold_assemble import assemble
+from rolltape.schema.fold_digests import content_digests_of, segment_digests
+from rolltape.schema.fold_inputs import KEYED_KINDS, Keys, KindRows, read_inputs
+from rolltape.schema.fold_ranges import Ints
+from rolltape.schema.fold_schema import SEGMENT_SCHEMA, TRAJECTORY_SCHEMA
+
+__all__ = [
+    "FOLDED_KINDS",
+    "SEGMENT_SCHEMA",
+    "TRAJECTORY_SCHEMA",
+    "Fold",
+    "content_digests_of",
+    "fold",
+    "segment_digests",
+]
+
+FOLDED_KINDS: Final = (*KEYED_KINDS, "dead_letter_redriven", "run_started", "run_resumed", "weights_aborted")
+"""Kinds that the fold reads; others are ignored."""
+
+_MAX_VALUES: Final = 1 << 30  # list values folded at once: half of what 32-bit offsets can address
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fold:
+    """What events say: one row per attempt (:data:`TRAJECTORY_SCHEMA`), one per segment (:data:`SEGMENT_SCHEMA`).
+
+    Rows are ordered by (run, trajectory, attempt, segment).
+    """
+
+    trajectories: pa.Table
+    segments: pa.Table
+
+
+def fold(events: Mapping[str, pa.Table]) -> Fold:
+    """Fold events to trajectories and segments.
+
+    Args:
+        events: tables by kind name, as :func:`rolltape.schema.codec.conform` gives them; any kinds, any order,
+            duplicates allowed. Columns that a reader left out read as null.
+    """
+    keys, kinds = read_inputs(events)
+    folded = [assemble(part, rows, events) for part, rows in _shards(keys, kinds)]
+    return Fold(
+        trajectories=pa.concat_tables([trajectories for trajectories, _ in folded]),
+        segments=pa.concat_tables([segments for _, segments in folded]),
+    )
+
+
+def _shards(keys: Keys, kinds: dict[str, KindRows]) -> list[tuple[Keys, dict[str, KindRows]]]:
+    """Whole trajectories in parts whose lists fit 32-bit offsets; one part where all of it does."""
+    total = sum(_num_values(rows.table) for rows in kinds.values())
+    if total <= _MAX_VALUES or not keys.num_keys:
+        return [(keys, kinds)]
+    num_shards = min(-(-total // _MAX_VALUES) * 2, int(keys.trajectory[-1]) + 1)
+    edges = np.linspace(0, int(keys.trajectory[-1]) + 1, num_shards + 1).astype(np.int64)
+    bounds = np.searchsorted(keys.trajectory, edges)
+    return [_part(keys, kinds, int(low), int(high)) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _part(keys: Keys, kinds: dict[str, KindRows], low: int, high: int) -> tuple[Keys, dict[str, KindRows]]:
+    part = Keys(
+        keys.run_ids.slice(low, high - low),
+        keys.trajectory_ids.slice(low, high - low),
+        keys.attempts[low:high],
+        keys.trajectory[low:high] - (keys.trajectory[low] if high > low else 0),
+    )
+    chosen = {}
+    for name, rows in kinds.items():
+        inside = rows.only((rows.key >= low) & (rows.key < high))
+        chosen[name] = inside.with_key(inside.key - low)
+    return part, chosen
+
+
+def _num_values(table: pa.Table) -> int:
+    """List values of the widest column of ``table``."""
+    widths = [
+        sum(int(chunk.value_lengths().sum().as_py() or 0) for chunk in column.chunks)
+        for column in table.columns
+        if pa.types.is_list(column.type)
+    ]
+    return max(widths, default=0)

@@ -1,0 +1,140 @@
+"""Content digests of what a batch member is trained from (design §7): the one definition for trainer, replay and verify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rolltape.schema.digest import ContentDigests, content_digests
+from rolltape.schema.fold_ranges import (
+    Array,
+    Ints,
+    Lists,
+    bools_of,
+    copy_ranges,
+    exclusive_cumsum,
+    expand_ranges,
+    first_start,
+    floats_of,
+    is_contiguous,
+    lists_of,
+    single,
+    valid_of,
+)
+
+if TYPE_CHECKING:
+    from rolltape.schema.fold import Fold
+
+NULL_LOG_PROB: Final = np.array([0x7FC0DEAD], np.uint32).view(np.float32)[0]
+"""Stands for a sampled token without a log-prob in a digest: a NaN, told from every value by its bits."""
+
+DIGEST_SCHEMA: Final = pa.schema(
+    [
+        ("run_id", pa.string()),
+        ("trajectory_id", pa.string()),
+        ("attempt", pa.int32()),
+        ("content", pa.string()),
+        ("token_ids", pa.int64()),
+        ("log_probs", pa.int64()),
+        ("masks", pa.int64()),
+        ("versions", pa.int64()),
+        ("rewards", pa.int64()),
+    ]
+)
+
+
+def content_digests_of(fold: Fold) -> pa.Table:
+    """Content digests of each attempt of ``fold`` that has segments, as a table of :data:`DIGEST_SCHEMA`."""
+    trajectories, segments = fold.trajectories, fold.segments
+    shown = bools_of(single(pc.greater(trajectories["num_segments"], 0)))
+    chosen = trajectories.filter(pa.array(shown))
+    digests = segment_digests(segments, chosen["reward"].to_pylist())
+    columns = [chosen["run_id"], chosen["trajectory_id"], chosen["attempt"]]
+    names = DIGEST_SCHEMA.names[3:]
+    columns += [
+        pa.array([getattr(digest, name) for digest in digests], DIGEST_SCHEMA.field(name).type) for name in names
+    ]
+    return pa.table(columns, schema=DIGEST_SCHEMA)
+
+
+def segment_digests(segments: pa.Table, rewards: Sequence[float | None]) -> list[ContentDigests]:
+    """Content digests of whole attempts.
+
+    Args:
+        segments: rows of ``SEGMENT_SCHEMA``; all segments of an attempt stand together, in order.
+        rewards: the scalar that each attempt is trained with, in the order of the attempts; None: it has none.
+
+    Digested are, for each attempt: of every segment the lengths of context and response and their ids; then over all
+    its responses the log-probs, the two masks stacked, and the versions; then the reward.
+
+    Raises:
+        ValueError: more or fewer rewards than attempts.
+    """
+    if not segments.num_rows:
+        return []
+    first = _first_rows(segments)
+    bounds = np.append(first, segments.num_rows)
+    prompts = lists_of(single(segments["prompt_token_ids"]))
+    responses = lists_of(single(segments["response_token_ids"]))
+    ids, id_bounds = _framed(prompts, responses)
+    log_probs, token_bounds = _flat(segments, "rollout_log_probs")
+    response_mask, _ = _flat(segments, "response_mask")
+    observation_mask, _ = _flat(segments, "observation_mask")
+    versions, _ = _flat(segments, "policy_versions")
+    digests = []
+    for low, high, reward in zip(bounds[:-1].tolist(), bounds[1:].tolist(), rewards, strict=True):
+        tokens = slice(int(token_bounds[low]), int(token_bounds[high]))
+        digest = content_digests(
+            token_ids=ids[id_bounds[low] : id_bounds[high]],
+            log_probs=log_probs[tokens],
+            masks=np.stack([response_mask[tokens], observation_mask[tokens]]),
+            versions=versions[tokens],
+            rewards=np.array([] if reward is None else [reward], np.float64),
+        )
+        digests.append(digest)
+    return digests
+
+
+def _first_rows(segments: pa.Table) -> Ints:
+    """First segment row of each attempt."""
+    starts = np.zeros(segments.num_rows, np.bool_)
+    starts[0] = True
+    for name in ("run_id", "trajectory_id", "attempt"):
+        column = single(segments[name])
+        starts[1:] |= bools_of(pc.not_equal(column[1:], column[:-1]), null=True)
+    return np.flatnonzero(starts)
+
+
+def _framed(prompts: Lists, responses: Lists) -> tuple[Array, Ints]:
+    """int32 ids of all segments, each framed by its two lengths (-1: context unknown), and their bounds."""
+    lengths = 2 + prompts.lengths + responses.lengths
+    bounds = exclusive_cumsum(lengths)
+    framed = np.empty(int(bounds[-1]), np.int32)
+    framed[bounds[:-1]] = np.where(prompts.valid, prompts.lengths, -1)
+    framed[bounds[:-1] + 1] = responses.lengths
+    place = bounds[:-1] + 2
+    copy_ranges(framed, place, floats_of(prompts.values), prompts.starts, prompts.lengths)
+    copy_ranges(framed, place + prompts.lengths, floats_of(responses.values), responses.starts, responses.lengths)
+    return framed, bounds
+
+
+def _flat(segments: pa.Table, name: str) -> tuple[Array, Ints]:
+    """Values of a list column of all segments, one after the other, and their bounds."""
+    lists = lists_of(single(segments[name]))
+    values = lists.values
+    bounds = exclusive_cumsum(lists.lengths)
+    if is_contiguous(lists.starts, lists.lengths):
+        values = values.slice(first_start(lists.starts, lists.lengths), int(bounds[-1]))
+    else:
+        values = values.take(pa.array(expand_ranges(lists.starts, lists.lengths)))
+    if pa.types.is_boolean(values.type):
+        return bools_of(values), bounds
+    flat = floats_of(values)
+    if values.null_count:
+        flat = flat.copy()
+        flat[~valid_of(values)] = NULL_LOG_PROB
+    return flat, bounds

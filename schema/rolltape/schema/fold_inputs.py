@@ -1,0 +1,236 @@
+"""What the fold reads: each event once, its columns on demand, and the attempt that it belongs to.
+
+Duplicates of one event id are removed here. The copy that the log stamped first counts; where the copies differ
+(a conflict, that verification reports) the same rule decides, so the result does not depend on the order of arrival.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rolltape.schema.envelope import STAMPED_BY_LOG
+from rolltape.schema.fold_ranges import Bools, Ints, ints_of, single, valid_of
+from rolltape.schema.render import arrow_schema
+
+TIMELINE_KINDS: Final = (
+    "rollout_started",
+    "rollout_resumed",
+    "action_sampled",
+    "observation_received",
+    "context_rewritten",
+    "rollout_ended",
+)
+KEYED_KINDS: Final = (
+    *TIMELINE_KINDS,
+    "rollout_dispatched",
+    "attempt_abandoned",
+    "reward_assigned",
+    "mask_assigned",
+    "dead_letter",
+)
+
+_NO_OFFSET: Final = np.iinfo(np.int64).max
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindRows:
+    """Rows of one kind that count, each with the number of the attempt (``key``) that it belongs to.
+
+    ``rows`` are ascending rows of ``table``; None stands for all of them. Columns come aligned with ``key`` and are
+    materialised only when asked for.
+    """
+
+    kind: str
+    table: pa.Table
+    rows: Ints | None
+    key: Ints
+    _columns: dict[str, pa.Array] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that count."""
+        return len(self.key)
+
+    def column(self, name: str) -> pa.Array:
+        """An envelope or token column; null throughout where the table was read without it."""
+        if name not in self._columns:
+            self._columns[name] = _selected(_column(self.table, self.kind, name), self.rows)
+        return self._columns[name]
+
+    def field(self, name: str) -> pa.Array:
+        """A field of the kind's own struct."""
+        path = f"{self.kind}.{name}"
+        if path not in self._columns:
+            struct = _column(self.table, self.kind, self.kind)
+            index = struct.type.get_field_index(name)
+            if index < 0:
+                chosen = pa.nulls(self.num_rows, arrow_schema(self.kind).field(self.kind).type.field(name).type)
+            else:
+                chosen = _selected(pc.struct_field(struct, [index]), self.rows)
+            self._columns[path] = chosen
+        return self._columns[path]
+
+    def only(self, chosen: Bools) -> KindRows:
+        """The rows for which ``chosen`` is true."""
+        rows = np.flatnonzero(chosen) if self.rows is None else self.rows[chosen]
+        return KindRows(kind=self.kind, table=self.table, rows=rows, key=self.key[chosen])
+
+    def with_key(self, key: Ints) -> KindRows:
+        """The same rows under other attempt numbers."""
+        return KindRows(kind=self.kind, table=self.table, rows=self.rows, key=key, _columns=self._columns)
+
+
+class Keys(NamedTuple):
+    """The attempts that the events speak of, ordered by (run, trajectory, attempt); K in all.
+
+    ``trajectory`` numbers the (run, trajectory) of each attempt, ascending from 0.
+    """
+
+    run_ids: pa.Array
+    trajectory_ids: pa.Array
+    attempts: Ints
+    trajectory: Ints
+
+    @property
+    def num_keys(self) -> int:
+        """K."""
+        return len(self.attempts)
+
+
+def empty_kind(kind: str) -> KindRows:
+    """No rows of ``kind``."""
+    return KindRows(kind=kind, table=arrow_schema(kind).empty_table(), rows=None, key=np.zeros(0, np.int64))
+
+
+def read_inputs(events: Mapping[str, pa.Table]) -> tuple[Keys, dict[str, KindRows]]:
+    """Number the attempts that ``events`` speak of, and read every keyed kind (those without events are empty)."""
+    read = {
+        kind: _distinct(kind, events[kind]) if kind in events and events[kind].num_rows else empty_kind(kind)
+        for kind in KEYED_KINDS
+    }
+    parts = [rows for rows in read.values() if rows.num_rows]
+    if not parts:
+        none = pa.array([], pa.string())
+        return Keys(none, none, np.zeros(0, np.int64), np.zeros(0, np.int64)), read
+    run_codes, run_names = _ranked(pa.concat_arrays([part.column("run_id") for part in parts]))
+    codes, names = _ranked(pa.concat_arrays([part.column("trajectory_id") for part in parts]))
+    attempts = np.maximum(np.concatenate([ints_of(part.column("attempt"), null=0) for part in parts]), 0)
+    if parts[-1].kind == "dead_letter":
+        _adopt_runs(run_codes, codes, len(codes) - parts[-1].num_rows)
+    width = int(attempts.max()) + 1
+    composite = (run_codes * len(names) + codes) * width + attempts
+    distinct, key_of = _distinct_codes(composite)
+    keys = Keys(
+        run_names.take(pa.array(distinct // width // len(names))),
+        names.take(pa.array(distinct // width % len(names))),
+        distinct % width,
+        np.cumsum(np.diff(distinct // width, prepend=distinct[0] // width) != 0),
+    )
+    ends = np.cumsum([part.num_rows for part in parts])
+    for part, key in zip(parts, np.split(key_of, ends[:-1]), strict=True):
+        read[part.kind] = part.with_key(key)
+    return keys, read
+
+
+def _column(table: pa.Table, kind: str, name: str) -> pa.ChunkedArray:
+    index = table.schema.get_field_index(name)
+    if index >= 0:
+        return table.column(index)
+    return pa.chunked_array([pa.nulls(table.num_rows, arrow_schema(kind).field(name).type)])
+
+
+def _selected(column: pa.ChunkedArray, rows: Ints | None) -> pa.Array:
+    """``rows`` of ``column`` chunk by chunk, so that only what is selected has to fit one array's offsets."""
+    if rows is None:
+        return single(column)
+    pieces = []
+    first = 0
+    for chunk in column.chunks:
+        low, high = np.searchsorted(rows, [first, first + len(chunk)])
+        if high > low:
+            pieces.append(chunk.take(pa.array(rows[low:high] - first)))
+        first += len(chunk)
+    return pa.concat_arrays(pieces) if pieces else pa.array([], column.type)
+
+
+def _distinct(kind: str, table: pa.Table) -> KindRows:
+    """Rows of ``table`` that name a trajectory, each event id once."""
+    counts = valid_of(single(_column(table, kind, "trajectory_id")))
+    ids = single(_column(table, kind, "event_id"))
+    encoded = ids.dictionary_encode()
+    if len(encoded.dictionary) + ids.null_count < len(ids):
+        counts &= _first_copies(table, kind, ints_of(encoded.indices))
+    rows = None if counts.all() else np.flatnonzero(counts)
+    num_rows = table.num_rows if rows is None else len(rows)
+    return KindRows(kind=kind, table=table, rows=rows, key=np.zeros(num_rows, np.int64))
+
+
+def _first_copies(table: pa.Table, kind: str, codes: Ints) -> Bools:
+    """For each event id the copy with the smallest log position, then with the smallest content digest."""
+    repeated = np.flatnonzero((np.bincount(codes[codes >= 0])[codes] > 1) & (codes >= 0))
+    offsets = ints_of(single(_column(table, kind, "log_offset")), null=_NO_OFFSET)[repeated]
+    partitions = ints_of(single(_column(table, kind, "log_partition")), null=_NO_OFFSET)[repeated]
+    order = np.lexsort((partitions, offsets, codes[repeated]))
+    ordered = repeated[order]
+    tied = np.diff(codes[ordered]) == 0
+    tied &= (np.diff(offsets[order]) == 0) & (np.diff(partitions[order]) == 0)
+    if tied.any():
+        digests = np.zeros(len(ordered), dtype="U64")
+        in_tie = np.flatnonzero(np.append(tied, False) | np.insert(tied, 0, False))
+        digests[in_tie] = _content_digests(table.take(pa.array(ordered[in_tie])))
+        order = np.lexsort((digests, partitions[order], offsets[order], codes[ordered]))
+        ordered = ordered[order]
+    kept = np.ones(table.num_rows, np.bool_)
+    kept[repeated] = False
+    kept[ordered[np.diff(codes[ordered], prepend=-1) != 0]] = True
+    return kept
+
+
+def _content_digests(table: pa.Table) -> list[str]:
+    """SHA-256 of each row without what the log stamped. Only for copies that the log's position cannot tell apart."""
+    stamps = [name for name in STAMPED_BY_LOG if name in table.column_names]
+    rows = table.drop_columns(stamps).to_pylist()
+    return [hashlib.sha256(repr(row).encode()).hexdigest() for row in rows]
+
+
+def _ranked(names: pa.Array) -> tuple[Ints, pa.Array]:
+    """Codes of ``names`` that order as the names do, and the sorted names."""
+    encoded = names.dictionary_encode()
+    codes, dictionary = ints_of(encoded.indices), encoded.dictionary
+    if names.null_count:
+        dictionary = pa.concat_arrays([dictionary, pa.array([""], dictionary.type)])
+        codes[codes < 0] = len(dictionary) - 1
+    if len(dictionary) > 1 and not pc.all(pc.less(dictionary[:-1], dictionary[1:])).as_py():
+        order = pc.sort_indices(dictionary).to_numpy().astype(np.int64)
+        ranks = np.empty(len(order), np.int64)
+        ranks[order] = np.arange(len(order))
+        codes, dictionary = ranks[codes], dictionary.take(pa.array(order))
+    return codes, dictionary
+
+
+def _adopt_runs(run_codes: Ints, codes: Ints, first_letter: int) -> None:
+    """Give each dead letter the run of the trajectory that it names: its writer may know only the headers."""
+    letters = codes[first_letter:]
+    run_of = np.full(int(codes.max()) + 1, _NO_OFFSET)
+    concerned = np.flatnonzero(np.isin(codes[:first_letter], letters))
+    np.minimum.at(run_of, codes[concerned], run_codes[concerned])
+    known = run_of[letters] != _NO_OFFSET
+    run_codes[first_letter:][known] = run_of[letters][known]
+
+
+def _distinct_codes(codes: Ints) -> tuple[Ints, Ints]:
+    """Sorted distinct codes, and the place of each code among them."""
+    span = int(codes.max()) + 1
+    if span > 8 * len(codes) + 1024:
+        distinct, places = np.unique(codes, return_inverse=True)
+        return distinct, places.astype(np.int64, copy=False)
+    present = np.zeros(span, np.bool_)
+    present[codes] = True
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[codes]
