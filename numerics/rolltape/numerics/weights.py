@@ -61,9 +61,10 @@ class Manifest:
         """Bytes of all shards."""
         return sum(shard.num_bytes for shard in self.shards)
 
-    def event_columns(self) -> dict[str, Any]:
-        """The columns ``shards`` and ``manifest`` of ``weights_published``."""
+    def to_fields(self) -> dict[str, Any]:
+        """The columns ``weights_digest``, ``shards`` and ``manifest`` of ``weights_published``."""
         return {
+            "weights_digest": self.weights_digest,
             "shards": [{"file": s.file, "num_bytes": s.num_bytes, "sha256": s.sha256} for s in self.shards],
             "manifest": [
                 {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "sha256": t.sha256, "file": t.file}
@@ -72,12 +73,12 @@ class Manifest:
         }
 
     @classmethod
-    def from_event(cls, row: Mapping[str, Any]) -> Manifest:
+    def from_fields(cls, fields: Mapping[str, Any]) -> Manifest:
         """From the struct of a ``weights_published`` event."""
         return cls(
-            weights_digest=row["weights_digest"],
-            tensors=tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in row["manifest"]),
-            shards=tuple(ShardEntry(**entry) for entry in row["shards"]),
+            weights_digest=fields["weights_digest"],
+            tensors=tuple(TensorEntry(**{**entry, "shape": tuple(entry["shape"])}) for entry in fields["manifest"]),
+            shards=tuple(ShardEntry(**entry) for entry in fields["shards"]),
         )
 
 

@@ -1,0 +1,143 @@
+"""Metrics of a policy update (algorithms.md §2.6), reduced in float64.
+
+Both trust and distance are reported: the share of trusted tokens can rise while the gap between the two engines grows.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rolltape.trainers.gates import icepop_gate
+from rolltape.trainers.safe_math import DIAGNOSTIC_CLAMP, finite_log_ratio, raw_ratio
+
+Array = npt.NDArray[np.float64]
+QUANTILES: Final = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+class KlEstimate(NamedTuple):
+    """Three estimators of KL(p || q) from samples of p, averaged, nat."""
+
+    k1: float
+    """Mean of d: unbiased, can be negative."""
+    k2: float
+    """Mean of d²/2: biased, small variance."""
+    k3: float
+    """Mean of exp(-d) - 1 + d: unbiased, never negative."""
+
+
+def kl_terms(log_ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per-token k1, k2 and k3 of KL(p || q) for ``log_ratio = log p - log q`` at samples of p; differentiable."""
+    return log_ratio, log_ratio.square() / 2, torch.expm1(-log_ratio) + log_ratio
+
+
+def kl_estimate(log_ratio: Tensor) -> KlEstimate:
+    """Means of :func:`kl_terms`; the caller says in the metric's name which way the divergence goes."""
+    return KlEstimate(*(float(term.double().mean()) for term in kl_terms(log_ratio.detach())))
+
+
+def effective_sample_size(weights: Tensor) -> float:
+    """``(sum w)² / sum w²``: how many equally weighted tokens the weighted ones are worth; 0 if all weigh nothing."""
+    values = weights.detach().double()
+    squares = float(values.square().sum())
+    return float(values.sum()) ** 2 / squares if squares > 0.0 else 0.0
+
+
+def policy_metrics(
+    *,
+    current_logp: Tensor,
+    old_logp: Tensor,
+    rollout_logp: Tensor,
+    advantage: Tensor,
+    entropy: Tensor | None,
+    gate_weight: Tensor,
+    trusted: Tensor,
+    eps_low: float,
+    eps_high: float,
+    beta: float,
+) -> dict[str, float]:
+    """Metrics of one batch's action tokens by name; one that is undefined (no token, no finite pair) is left out.
+
+    Args:
+        current_logp: ``[N]``, action tokens only, like all that follow.
+        old_logp: under θ_old.
+        rollout_logp: as recorded.
+        advantage: per token.
+        entropy: of the unmasked distribution, if it was computed.
+        gate_weight: ``gate_weights`` of :class:`rolltape.trainers.losses.PolicyLoss`.
+        trusted: its ``trusted``.
+        eps_low: PPO's clip range, low end.
+        eps_high: and high end.
+        beta: reject shares and the share of far tokens are counted against ``[1/beta, beta]``, whatever correction
+            the loss used.
+
+    Names: ``mismatch_*`` compare old with rollout (two engines, one version), ``policy_*`` current with old;
+    ``kl_rollout_train_*`` is KL(rollout || old) and ``kl_old_current_*`` is KL(old || current).
+    """
+    count = trusted.numel()
+    num_trusted = int(trusted.sum())
+    metrics = {"action_tokens": float(count), "trusted_tokens": float(num_trusted)}
+    if count == 0:
+        return metrics
+    finite = finite_log_ratio(old_logp, rollout_logp) & torch.isfinite(current_logp) & torch.isfinite(advantage)
+    metrics["trusted_frac"] = num_trusted / count
+    metrics["nonfinite_tokens"] = float((~finite).sum())
+    metrics["ess"] = effective_sample_size(torch.where(trusted, gate_weight, 0.0))
+    if entropy is not None:
+        metrics |= _moments("entropy", _finite(entropy), ("mean",))
+    metrics |= _moments("token_advantage", _finite(advantage), ("mean", "std", "max"))
+    metrics |= _gate_metrics(old_logp, rollout_logp, beta)
+    metrics |= _clip_metrics(current_logp, old_logp, advantage, trusted, eps_low, eps_high)
+    metrics |= _log_ratio_metrics("mismatch", "kl_rollout_train", old_logp - rollout_logp, sampled_by_reference=True)
+    metrics |= _log_ratio_metrics("policy", "kl_old_current", current_logp - old_logp, sampled_by_reference=True)
+    return metrics
+
+
+def _gate_metrics(old_logp: Tensor, rollout_logp: Tensor, beta: float) -> dict[str, float]:
+    gate = icepop_gate(raw_ratio(old_logp, rollout_logp), beta)
+    return {
+        "gate_reject_frac_low": float(gate.low.double().mean()),
+        "gate_reject_frac_high": float(gate.high.double().mean()),
+    }
+
+
+def _clip_metrics(
+    current: Tensor, old: Tensor, advantage: Tensor, trusted: Tensor, eps_low: float, eps_high: float
+) -> dict[str, float]:
+    """Share of action tokens at which PPO's clip took the gradient away."""
+    ratio = raw_ratio(current, old)
+    low = (ratio < 1.0 - eps_low) & (advantage < 0) & trusted
+    high = (ratio > 1.0 + eps_high) & (advantage > 0) & trusted
+    return {"clip_frac_low": float(low.double().mean()), "clip_frac_high": float(high.double().mean())}
+
+
+def _log_ratio_metrics(name: str, kl_name: str, log_ratio: Tensor, *, sampled_by_reference: bool) -> dict[str, float]:
+    """Ratio before any gate, distance in nat, and KL estimators, over tokens whose log-ratio is finite."""
+    values = log_ratio.detach()[torch.isfinite(log_ratio)].double()
+    if not values.numel():
+        return {}
+    clamped = values.clamp(-DIAGNOSTIC_CLAMP, DIAGNOSTIC_CLAMP)
+    metrics = _moments(f"{name}_ratio", clamped.exp().numpy(force=True), ("mean", "min", "max"), quantiles=True)
+    metrics[f"{name}_abs_mean"] = float(values.abs().mean())
+    metrics[f"{name}_abs_max"] = float(values.abs().max())
+    kl = kl_estimate(-clamped if sampled_by_reference else clamped)
+    return metrics | {f"{kl_name}_{estimator}": value for estimator, value in kl._asdict().items()}
+
+
+def _finite(values: Tensor) -> Array:
+    found: Array = values.detach().double().numpy(force=True)
+    return found[np.isfinite(found)]
+
+
+def _moments(name: str, values: Array, wanted: tuple[str, ...], *, quantiles: bool = False) -> dict[str, float]:
+    if not values.size:
+        return {}
+    metrics = {f"{name}_{moment}": float(getattr(np, moment)(values)) for moment in wanted}
+    if quantiles:
+        found = np.quantile(values, list(QUANTILES.values()))
+        metrics |= {f"{name}_{label}": float(value) for label, value in zip(QUANTILES, found, strict=True)}
+    return metrics
