@@ -148,9 +148,12 @@ def _bounds(file: DataFile) -> ds.Expression:
         least, most = getattr(file, f"min_{name}"), getattr(file, f"max_{name}")
         if least is not None and most is not None:
             column = ds.field(name)
-            within = (column == least) if least == most else (column >= least) & (column <= most)
-            # Bounds say nothing of rows where the column is null, and IS NULL must still find those.
-            held &= within if name in _NEVER_NULL else within | column.is_null()
+            if name in _NEVER_NULL:
+                held &= (column == least) if least == most else (column >= least) & (column <= most)
+            else:
+                # Bounds say nothing of rows where the column is null, and IS NULL must still find those.
+                held &= (column >= least) | column.is_null()
+                held &= (column <= most) | column.is_null()
     return held
 
 

@@ -22,17 +22,8 @@ from rolltape.store.sources import EventSource
 if TYPE_CHECKING:
     from rolltape.schema.fold import Fold
 
-FOLD_KINDS: Final = (
-    "run_started",
-    "run_resumed",
-    *(kind.name for kind in KINDS.values() if kind.plane in ("dispatch", "rollout", "label")),
-    "dead_letter",
-    "dead_letter_redriven",
-)
-"""Kinds that the fold looks at."""
-
 # These name what they speak of by event id or run, so that a restriction to trajectories would lose them.
-_WHOLE: Final = ("run_started", "run_resumed", "dead_letter_redriven")
+_WHOLE: Final = ("run_started", "run_resumed", "weights_aborted", "dead_letter_redriven")
 
 _RAW: Final = "raw_"
 MAX_FOLDS: Final = 4
@@ -110,10 +101,10 @@ class Workspace:
         return _FOLDS.get((*key, str(self.as_of), self._run_id, self._trajectory_ids), self)
 
     def _fold(self) -> Fold:
-        from rolltape.schema.fold import fold  # most statements fold nothing
+        from rolltape.schema.fold import FOLDED_KINDS, fold  # most statements fold nothing
 
         events = self.source.read(_WHOLE, as_of=self.as_of)
-        rest = [kind for kind in FOLD_KINDS if kind not in _WHOLE]
+        rest = [kind for kind in FOLDED_KINDS if kind not in _WHOLE]
         events |= self.source.read(
             rest, as_of=self.as_of, run_id=self._run_id, trajectory_ids=self._trajectory_ids
         )
