@@ -1,0 +1,144 @@
+"""Attempts that a worker finds on the tape for a step: which stay, which are scored again, which are made again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rolltape.ingest.log import LogReader
+from rolltape.schema.runline import RunLine
+
+TOPICS: Final = ("rollout",)
+KINDS: Final = ("rollout_dispatched", "attempt_abandoned", "action_sampled", "rollout_ended", "reward_assigned")
+
+Place = tuple[str, int, int, int]
+"""(purpose, training step, group ordinal, member)."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """The newest attempt at one place of a step."""
+
+    trajectory_id: str
+    attempt: int
+    epoch: int  # run epoch of its dispatch
+    step: int
+    token_ids: list[int] = field(default_factory=list)
+    ended: str | None = None  # status of its own end
+    rewarded: bool = False
+    abandoned: bool = False
+
+    def stays(self, line: RunLine) -> bool:
+        """Whether the attempt counts and needs nothing but, perhaps, a reward."""
+        return self.ended is not None and not self.abandoned and line.is_live_dispatch(self.epoch, self.step)
+
+
+class AttemptBook:
+    """Attempts of one worker, by place. What the worker writes itself it enters at once."""
+
+    def __init__(self, run_id: str, worker_id: str) -> None:
+        self._run_id = run_id
+        self._worker_id = worker_id
+        self._newest: dict[Place, Attempt] = {}
+        self._by_id: dict[tuple[str, int], Attempt] = {}
+
+    def newest(self, place: Place) -> Attempt | None:
+        """The newest attempt at a place."""
+        return self._newest.get(place)
+
+    def enter(self, place: Place, attempt: Attempt) -> None:
+        """Note an attempt; a newer one of the same place takes over."""
+        known = self._newest.get(place)
+        if known is None or attempt.attempt >= known.attempt:
+            self._newest[place] = attempt
+        self._by_id[attempt.trajectory_id, attempt.attempt] = attempt
+
+    def forget_before(self, step: int) -> None:
+        """Let go of what steps before ``step`` needed."""
+        self._newest = {place: attempt for place, attempt in self._newest.items() if attempt.step >= step}
+        self._by_id = {(a.trajectory_id, a.attempt): a for a in self._by_id.values() if a.step >= step}
+
+    def read_all(self, reader: LogReader) -> None:
+        """Take in everything that the reader has now, dispatches first."""
+        tables: dict[str, list[pa.Table]] = {kind: [] for kind in KINDS}
+        while deliveries := reader.poll(0.0):
+            for delivery in deliveries:
+                mine = delivery.table.filter(pc.equal(delivery.table["run_id"], self._run_id))
+                if mine.num_rows:
+                    tables[delivery.kind].append(mine)
+        for kind in KINDS:
+            for table in tables[kind]:
+                self._apply(kind, table)
+
+    def _apply(self, kind: str, table: pa.Table) -> None:
+        if kind == "rollout_dispatched":
+            self._apply_dispatched(table)
+            return
+        known = self._known(table)
+        if kind == "action_sampled":
+            for attempt, token_ids in zip(known, table["token_ids"].to_pylist(), strict=True):
+                if attempt is not None:
+                    attempt.token_ids = [*attempt.token_ids, *(token_ids or ())]
+        elif kind == "rollout_ended":
+            for attempt, status in zip(known, pc.struct_field(table[kind], "status").to_pylist(), strict=True):
+                if attempt is not None:
+                    attempt.ended = status
+        else:
+            for attempt in filter(None, known):
+                if kind == "reward_assigned":
+                    attempt.rewarded = True
+                else:
+                    attempt.abandoned = True
+
+    def _apply_dispatched(self, table: pa.Table) -> None:
+        struct = table["rollout_dispatched"]
+        table = table.filter(pc.equal(pc.struct_field(struct, "worker_id"), self._worker_id))
+        struct = table["rollout_dispatched"]
+        names = ("purpose", "training_step", "group_ordinal", "member")
+        places = zip(*(pc.struct_field(struct, name).to_pylist() for name in names), strict=True)
+        ids = (table[name].to_pylist() for name in ("trajectory_id", "attempt", "run_epoch"))
+        for place, trajectory_id, attempt, epoch in zip(places, *ids, strict=True):
+            self.enter(place, Attempt(trajectory_id=trajectory_id, attempt=attempt, epoch=epoch, step=place[1]))
+
+    def _known(self, table: pa.Table) -> list[Attempt | None]:
+        keys = zip(table["trajectory_id"].to_pylist(), table["attempt"].to_pylist(), strict=True)
+        return [self._by_id.get(key) for key in keys]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be done for the places of a step, by row index."""
+
+    record: np.ndarray[Any, np.dtype[np.int64]]  # dispatch (again) and record
+    abandon: np.ndarray[Any, np.dtype[np.int64]]  # of these, an earlier attempt is abandoned first
+    score: np.ndarray[Any, np.dtype[np.int64]]  # ended, but not judged
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the step is complete."""
+        return not (len(self.record) or len(self.score))
+
+
+def plan_step(book: AttemptBook, places: Iterable[Place], line: RunLine) -> Plan:
+    """Compare what a step needs with what the tape has."""
+    record, abandon, score = [], [], []
+    for row, place in enumerate(places):
+        attempt = book.newest(place)
+        if attempt is None:
+            record.append(row)
+        elif not attempt.stays(line):
+            record.append(row)
+            if not attempt.abandoned:
+                abandon.append(row)
+        elif not attempt.rewarded:
+            score.append(row)
+    return Plan(record=_rows(record), abandon=_rows(abandon), score=_rows(score))
+
+
+def _rows(rows: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(rows, dtype=np.int64)

@@ -1,0 +1,89 @@
+"""A task that a tiny model learns in seconds: sort three digits (platform.md).
+
+Prompt ``271=``, answer ``127`` and the end. All 1,000 inputs are problems; 200 of them are held out by a seed before
+training begins. The reward is dense: half of it for right places, half for the exact answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rolltape.rollout import rewards
+from rolltape.rollout.environment import Answer, Environment, Problem, Split
+from rolltape.rollout.seeds import derived_seed, shuffled
+from rolltape.schema.errors import ConfigError
+from rolltape.schema.reward import RewardComponent
+
+_LONGEST: Final = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SortDigitsConfig:
+    """Options of :class:`SortDigits`."""
+
+    num_digits: int = 3
+    num_heldout: int = 200
+    exact_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_digits <= _LONGEST:
+            raise ConfigError(f"environment.options.num_digits: expected 1 to {_LONGEST}, got {self.num_digits}")
+        if not 0 <= self.num_heldout < 10**self.num_digits:
+            raise ConfigError(
+                f"environment.options.num_heldout: expected 0 to {10**self.num_digits - 1}, got {self.num_heldout}"
+            )
+        if not 0 <= self.exact_weight <= 1:
+            raise ConfigError(f"environment.options.exact_weight: expected 0 to 1, got {self.exact_weight}")
+
+
+class SortDigits(Environment):
+    """Sort the digits of a number."""
+
+    name: Final = "sort_digits"
+    version: Final = "1"
+    domain: Final = "sorting"
+    source: Final = "all digit strings, made by rolltape"
+    verifier: Final = "sorted_text"
+
+    def __init__(self, config: SortDigitsConfig | None = None, seed: int = 0) -> None:
+        self.config = config if config is not None else SortDigitsConfig()
+        self._problems = _split_problems(self.config, seed)
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """Problems of one split, in the order of their digits."""
+        return self._problems[split]
+
+    def judge(self, problem: Problem, answer: Answer) -> tuple[RewardComponent, ...]:
+        """Components ``positions`` and ``exact``."""
+        places = rewards.position_share(answer.text, problem.answer, ended=answer.ended)
+        exact = rewards.exact_text(answer.text, problem.answer, ended=answer.ended)
+        weight = self.config.exact_weight
+        return (
+            rewards.rule_component("positions", places, 1.0 - weight, scorer=self.name, version=self.version),
+            rewards.rule_component("exact", exact, weight, scorer=self.name, version=self.version),
+        )
+
+    def is_correct(self, problem: Problem, answer: Answer) -> bool:
+        """Whether the digits are sorted and the policy stopped."""
+        return rewards.exact_text(answer.text, problem.answer, ended=answer.ended) == 1.0
+
+
+def _split_problems(config: SortDigitsConfig, seed: int) -> dict[Split, tuple[Problem, ...]]:
+    size = 10**config.num_digits
+    order = shuffled(derived_seed("sort_digits", config.num_digits, seed), size)
+    held_out = set(order[: config.num_heldout].tolist())
+    problems: dict[Split, list[Problem]] = {"train": [], "heldout": []}
+    for number in range(size):
+        split: Split = "heldout" if number in held_out else "train"
+        digits = f"{number:0{config.num_digits}d}"
+        problems[split].append(
+            Problem(
+                problem_id=f"{SortDigits.name}/{digits}",
+                split=split,
+                prompt=f"{digits}=",
+                answer="".join(sorted(digits)),
+            )
+        )
+    return {split: tuple(of_split) for split, of_split in problems.items()}

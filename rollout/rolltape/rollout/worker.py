@@ -1,0 +1,278 @@
+"""The rollout worker process: on-policy lock step from the tape (design §7, §8).
+
+For step s it waits until the tape says that step s-1 is completed and its engine serves the version that came of it;
+then it completes its share of the groups. It keeps no state of its own: after any crash it reads from the tape what is
+there, and adds what is missing with the same seeds, hence the same bits.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, Final
+
+from rolltape.ingest.log import EventLog, LogReader, open_log
+from rolltape.ingest.recorder import Recorder
+from rolltape.numerics.device import select_device, set_deterministic
+from rolltape.numerics.models import ModelSpec, build_model, build_tokenizer
+from rolltape.rollout import attempts, tape
+from rolltape.rollout.attempts import AttemptBook, plan_step
+from rolltape.rollout.engine import SamplingConfig
+from rolltape.rollout.environments import make_environment
+from rolltape.rollout.evaluation import evaluate
+from rolltape.rollout.seeds import problem_slots, sampling_seed
+from rolltape.rollout.single_turn import SingleTurn
+from rolltape.rollout.step import StepRows, StepRunner
+from rolltape.rollout.tape import CompletedStep, RunTape
+from rolltape.rollout.transformers_engine import TransformersEngine
+from rolltape.rollout.weight_client import WeightClient, activation_hook
+from rolltape.schema.cursor import Cursor
+from rolltape.schema.errors import ConfigError
+from rolltape.schema.validate import Limits
+from rolltape.store.location import Location
+
+DONE: Final = 0
+TERMINATED: Final = 128 + signal.SIGTERM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """What one worker is to do. All workers of a run differ in ``index`` alone."""
+
+    lake: str  # path or URL
+    run_id: str
+    index: int = 0  # this worker, of num_workers
+    num_workers: int = 1
+    model: str | ModelSpec = "char-64x2"
+    environment: str = "sort_digits"
+    environment_options: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0  # the run's seed
+    groups_per_step: int = 16  # of all workers together
+    group_size: int = 16
+    # without stop ids: the tokenizer's end is meant
+    sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=4))
+    num_threads: int = 1
+    max_steps: int = 300
+    evaluate_heldout: bool = True  # worker 0 evaluates the final version on the held-out problems
+    policy_id: str = "actor"
+    rows_per_batch: int = 1024  # most rollouts that are generated at once; whole groups, at least one
+    lease_s: float = 600.0
+    poll_s: float = 0.5  # longest wait for the tape before signals are looked at
+    flush_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.num_workers:
+            raise ConfigError(f"worker.index: expected 0 to {self.num_workers - 1}, got {self.index}")
+        for name in ("groups_per_step", "group_size", "num_threads", "max_steps", "rows_per_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"worker.{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.groups_per_step < self.num_workers:
+            raise ConfigError(
+                f"worker.num_workers: expected at most one worker for each of {self.groups_per_step} groups, "
+                f"got {self.num_workers}"
+            )
+        for name in ("lease_s", "poll_s", "flush_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"worker.{name}: expected more than 0, got {getattr(self, name)}")
+
+    @property
+    def worker_id(self) -> str:
+        """Name of the worker and of its engine within the run."""
+        return f"worker-{self.index}"
+
+    @property
+    def producer_id(self) -> str:
+        """Name of the worker among all producers of the lake."""
+        return f"{self.run_id}.{self.worker_id}"
+
+
+class Worker:
+    """One worker over parts that are made elsewhere; :func:`run_worker` makes the usual ones."""
+
+    def __init__(
+        self, config: WorkerConfig, log: EventLog, recorder: Recorder, harness: SingleTurn, weights: WeightClient
+    ) -> None:
+        self._config = config
+        self._log = log
+        self._recorder = recorder
+        self._harness = harness
+        self._weights = weights
+        self._sampling = harness.sampling(config.sampling)
+        self._problems = harness.environment.problems("train")
+        self._runner = StepRunner(
+            harness,
+            recorder,
+            worker_id=config.worker_id,
+            lease_s=config.lease_s,
+            rows_per_batch=config.rows_per_batch,
+        )
+        self._tape = RunTape(config.run_id, config.policy_id)
+        self._book = AttemptBook(config.run_id, config.worker_id)
+        self._complete_step = 0
+        self._stop = threading.Event()
+
+    def stop(self) -> None:
+        """Leave at the next opportunity."""
+        self._stop.set()
+
+    def run(self) -> int:
+        """Work until the run's last version is in effect (and evaluated): :data:`DONE`, or :data:`TERMINATED`."""
+        self._recorder.wait_for_older_epochs(self._config.flush_timeout_s)
+        reader = self._log.reader(Cursor(), topics=tape.TOPICS, kinds=tape.KINDS)
+        try:
+            while self._tape.read(reader, 0.0):
+                pass
+            self._wait_for_run(reader)
+            if not self._stop.is_set():
+                self._join()
+            return self._follow(reader)
+        finally:
+            reader.close()
+
+    def _wait_for_run(self, reader: LogReader) -> None:
+        while not self._tape.epochs and not self._stop.is_set():
+            self._tape.read(reader, self._config.poll_s)
+
+    def _follow(self, reader: LogReader) -> int:
+        while not self._stop.is_set():
+            self._adopt_epoch()
+            self._weights.reconcile(self._tape)
+            last = self._tape.last_step
+            if last is not None and last.is_final:
+                if self._weights.serves(self._tape, last.version_out):
+                    self._finish(last)
+                    return DONE
+            elif self._advance(last):
+                continue
+            self._tape.read(reader, self._config.poll_s)
+        self._leave()
+        return TERMINATED
+
+    def _join(self) -> None:
+        """Offer to serve. The recorder's producer epoch is the engine's incarnation."""
+        engine, producer = self._harness.engine, self._recorder.producer
+        self._recorder.set_run_epoch(self._tape.line.epoch)
+        self._recorder.record(
+            "engine_joined",
+            engine_id=engine.engine_id,
+            incarnation=f"{producer.producer_id}/{producer.epoch}",
+            name=engine.info.name,
+            version=engine.info.version,
+            policy_id=self._config.policy_id,
+            device=engine.info.device,
+            dtype=engine.info.dtype,
+            dp_size=1,
+            capabilities=list(engine.info.capabilities),
+        )
+        self._recorder.flush("spooled")
+        self._read_book()
+
+    def _adopt_epoch(self) -> None:
+        """A resumed run has a new line: look again at what of our work is on it."""
+        if self._tape.line.epoch == self._recorder.run_epoch:
+            return
+        self._recorder.set_run_epoch(self._tape.line.epoch)
+        self._recorder.flush("logged", self._config.flush_timeout_s)
+        self._read_book()
+
+    def _read_book(self) -> None:
+        """Read this worker's attempts after the last completed step."""
+        self._book = AttemptBook(self._config.run_id, self._config.worker_id)
+        self._complete_step = 0
+        start = self._tape.cursor_after(self._tape.last_step)
+        reader = self._log.reader(start, topics=attempts.TOPICS, kinds=attempts.KINDS)
+        try:
+            self._book.read_all(reader)
+        finally:
+            reader.close()
+
+    def _advance(self, last: CompletedStep | None) -> bool:
+        """Complete the next step's share, if it can be now; whether anything was done."""
+        step = 1 if last is None else last.step + 1
+        if step > self._config.max_steps or step == self._complete_step:
+            return False
+        rows, line = self._rows(step), self._tape.line
+        plan = plan_step(self._book, rows.places, line)
+        if len(plan.record) and not self._weights.serves(self._tape, 0 if last is None else last.version_out):
+            return False
+        if not plan.is_empty:
+            self._runner.run(rows, plan, self._book, line, self._sampling)
+        self._complete_step = step
+        self._book.forget_before(step)
+        return True
+
+    def _rows(self, step: int) -> StepRows:
+        config = self._config
+        slots = problem_slots(config.seed, step, config.groups_per_step, len(self._problems))
+        own = range(config.index, config.groups_per_step, config.num_workers)
+        pairs = [(ordinal, member) for ordinal in own for member in range(config.group_size)]
+        return StepRows(
+            purpose="train",
+            step=step,
+            group_size=config.group_size,
+            problems=[self._problems[slots[ordinal]] for ordinal, _ in pairs],
+            group_ordinals=[ordinal for ordinal, _ in pairs],
+            members=[member for _, member in pairs],
+            seeds=[sampling_seed(config.seed, step, ordinal, member) for ordinal, member in pairs],
+        )
+
+    def _finish(self, last: CompletedStep) -> None:
+        if self._config.index == 0 and self._config.evaluate_heldout:
+            evaluate(
+                self._harness,
+                self._runner,
+                self._recorder,
+                self._book,
+                self._tape,
+                last,
+                sampling=self._sampling,
+                seed=self._config.seed,
+            )
+        self._leave()
+
+    def _leave(self) -> None:
+        self._recorder.record("engine_left", engine_id=self._harness.engine.engine_id, reason="left")
+        self._recorder.flush("logged", self._config.flush_timeout_s)
+
+
+def run_worker(config: WorkerConfig) -> int:
+    """Run one worker in this process; returns its exit status.
+
+    Raises:
+        ConfigError, LakeNotFoundError, ProducerFencedError: it cannot start.
+        EngineError, DigestMismatchError: a version cannot be served; the engine has left the run.
+        FlushTimeout, BackpressureTimeout: nothing archives what it spools; is a committer running?
+    """
+    set_deterministic(config.num_threads, config.seed)
+    tokenizer = build_tokenizer(config.model)
+    environment = make_environment(config.environment, config.environment_options, config.seed)
+    model = build_model(config.model, config.seed).to(select_device())
+    with (
+        open_log(config.lake, committer="external") as log,
+        Recorder(
+            log,
+            producer_id=config.producer_id,
+            run_id=config.run_id,
+            limits=Limits(vocab_size=tokenizer.vocab_size),
+        ) as recorder,
+    ):
+        engine = TransformersEngine(
+            model, engine_id=config.worker_id, on_activated=activation_hook(recorder, config.worker_id)
+        )
+        weights = WeightClient(engine, recorder, Location.parse(config.lake))
+        worker = Worker(config, log, recorder, SingleTurn(engine, environment, tokenizer), weights)
+        _stop_on_signals(worker)
+        return worker.run()
+
+
+def _stop_on_signals(worker: Worker) -> None:
+    """Leave in good order on SIGTERM; only the main thread may ask for signals."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        worker.stop()
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, stop)
