@@ -214,7 +214,7 @@ class Lake:
             return parquet.conform_columns(empty, kind, columns)
         table = pa.concat_tables(parts)
         if needed is not columns and columns is not None:
-            table = table.select(list(dict.fromkeys(name.split(".")[0] for name in columns)))
+            table = table.select(parquet.top_names(columns))
         return table
 
     def _read_file(

@@ -17,20 +17,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rolltape.schema.codec import conform
 from rolltape.schema.render import arrow_schema
 from rolltape.store.location import Location
 
 MAX_GROUP_ROWS: Final = 256
 MAX_GROUP_TOKENS: Final = 500_000
 MAX_SCALAR_GROUP_ROWS: Final = 4_096
+
+# A zstd context costs 20 µs a column, a dictionary two pages: too much for a column of a few short values.
 SMALL_ROWS: Final = 64
 
 STATISTICS: Final = ("kind", "run_id", "log_topic", "log_partition", "log_offset", "trajectory_id", "group_id")
 
 
 class _Encoding(NamedTuple):
-    dictionary: tuple[str, ...]
-    byte_stream_split: tuple[str, ...]
+    """How the leaf columns of a kind are written; names are Parquet paths."""
+
+    dictionary: list[str]
+    byte_stream_split: list[str]
+    small_compression: dict[str, str]
+    small_levels: dict[str, int]
 
 
 def _leaves(type_: pa.DataType, path: str, in_list: bool) -> Iterator[tuple[str, pa.DataType, bool]]:
@@ -45,14 +52,18 @@ def _leaves(type_: pa.DataType, path: str, in_list: bool) -> Iterator[tuple[str,
 
 @cache
 def _encoding(kind: str) -> _Encoding:
-    dictionary, split = [], []
+    encoding = _Encoding([], [], {}, {})
     for column in arrow_schema(kind):
         for path, type_, in_list in _leaves(column.type, column.name, False):
             if in_list and pa.types.is_floating(type_):
-                split.append(path)
+                encoding.byte_stream_split.append(path)
             elif not (in_list and pa.types.is_integer(type_)) and not pa.types.is_boolean(type_):
-                dictionary.append(path)
-    return _Encoding(tuple(dictionary), tuple(split))
+                encoding.dictionary.append(path)
+            is_bulk = in_list and not pa.types.is_string(type_)
+            encoding.small_compression[path] = "zstd" if is_bulk else "snappy"
+            if is_bulk:
+                encoding.small_levels[path] = 1
+    return encoding
 
 
 def token_column(kind: str) -> str | None:
@@ -110,10 +121,10 @@ def encode_file(kind: str, table: pa.Table) -> pa.Buffer:
     with pq.ParquetWriter(
         sink,
         table.schema,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=False if small else list(encoding.dictionary),
-        use_byte_stream_split=list(encoding.byte_stream_split),
+        compression=encoding.small_compression if small else "zstd",
+        compression_level=encoding.small_levels if small else 1,
+        use_dictionary=False if small else encoding.dictionary,
+        use_byte_stream_split=encoding.byte_stream_split,
         write_statistics=list(STATISTICS),
         store_schema=False,
     ) as writer:
@@ -203,26 +214,37 @@ def read_groups(
     """Row groups of an open data file as a table of ``kind``'s schema, or of the columns named (in that order).
 
     A dotted name (``action_sampled.version_runs``) decodes that field of a struct alone; the other fields read as null.
+    Files of older writers (other spellings of lists, fewer or other fields in a struct) come back in today's form.
     """
-    present = None if columns is None else [name for name in columns if name.split(".")[0] in file.schema_arrow.names]
+    theirs, ours = file.schema_arrow, arrow_schema(kind)
+    names = ours.names if columns is None else top_names(columns)
+    present = [name for name in names if name in theirs.names]
+    if all(theirs.field(name).type == ours.field(name).type for name in present):
+        wanted = present if columns is None else [name for name in columns if name.split(".")[0] in theirs.names]
+        return conform_columns(_decode(file, wanted, groups), kind, columns)
+    # Rewriting an older struct takes the columns beside it (see schema.upcast).
+    beside = [name for name in ("token_ids", "run_epoch") if name in theirs.names and name not in present]
+    return conform(_decode(file, [*present, *beside], groups), kind).select(names)
+
+
+def top_names(columns: Sequence[str]) -> list[str]:
+    """The top-level columns of possibly dotted names, each once, in order."""
+    return list(dict.fromkeys(name.split(".")[0] for name in columns))
+
+
+def _decode(file: pq.ParquetFile, columns: Sequence[str], groups: Sequence[int] | None) -> pa.Table:
     if groups is None or len(groups) == file.num_row_groups:
-        table = file.read(columns=present)
-    else:
-        table = file.read_row_groups(list(groups), columns=present)
-    return conform_columns(table, kind, columns)
+        return file.read(columns=columns)
+    return file.read_row_groups(list(groups), columns=columns)
 
 
 def conform_columns(table: pa.Table, kind: str, columns: Sequence[str] | None = None) -> pa.Table:
     """``table`` with the schema of ``kind``: all columns, or those named. Absent columns become null."""
     schema = arrow_schema(kind)
-    names = schema.names if columns is None else list(dict.fromkeys(name.split(".")[0] for name in columns))
-    present = {name: table[name] for name in names if name in table.column_names}
-    strange = [name for name, column in present.items() if column.type != schema.field(name).type]
-    if strange:
-        from rolltape.schema.codec import conform
-
-        repaired = conform(table.select(strange), kind)
-        present |= {name: repaired[name] for name in strange}
+    names = schema.names if columns is None else top_names(columns)
+    present = dict(zip(table.column_names, table.columns, strict=True))
+    if any(name in present and present[name].type != schema.field(name).type for name in names):
+        return conform(table, kind).select(names)
     for name in names:
         if name not in present:
             present[name] = pa.chunked_array([pa.nulls(table.num_rows, schema.field(name).type)])

@@ -102,6 +102,7 @@ class LogCommit:
     new: tuple[DataFile, ...] = ()
     removed: tuple[str, ...] = ()
     transactions: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    table_id: str | None = None
     schema_json: str | None = None
     configuration: Mapping[str, str] | None = None
     protocol: Mapping[str, Any] | None = None
@@ -109,11 +110,15 @@ class LogCommit:
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The table at one version. It stays readable until its data files are vacuumed."""
+    """The table at one version. It stays readable until its data files are vacuumed.
+
+    ``table_id`` is the identity that Delta gave the table when it was created: another one is another lake.
+    """
 
     version: int
     by_kind: Mapping[str, tuple[DataFile, ...]]
     transactions: Mapping[str, int]
+    table_id: str
     schema_json: str
     configuration: Mapping[str, str]
     protocol: Mapping[str, Any]
@@ -165,6 +170,7 @@ class Snapshot:
             version=commit.version,
             by_kind=MappingProxyType(by_kind),
             transactions=MappingProxyType({**self.transactions, **commit.transactions}),
+            table_id=commit.table_id or self.table_id,
             schema_json=commit.schema_json or self.schema_json,
             configuration=self.configuration if commit.configuration is None else commit.configuration,
             protocol=commit.protocol or self.protocol,
@@ -175,6 +181,7 @@ EMPTY: Final = Snapshot(
     version=-1,
     by_kind=MappingProxyType({}),
     transactions=MappingProxyType({}),
+    table_id="",
     schema_json="",
     configuration=MappingProxyType({}),
     protocol=MappingProxyType({}),

@@ -105,7 +105,7 @@ def parse_commit(version: int, data: bytes) -> LogCommit:
     """Read the actions of one version."""
     added, new, removed = [], [], []
     transactions: dict[str, int] = {}
-    schema_json = configuration = protocol = None
+    table_id = schema_json = configuration = protocol = None
     for line in data.splitlines():
         if not line.strip():
             continue
@@ -120,6 +120,7 @@ def parse_commit(version: int, data: bytes) -> LogCommit:
         elif "txn" in action:
             transactions[action["txn"]["appId"]] = action["txn"]["version"]
         elif "metaData" in action:
+            table_id = action["metaData"]["id"]
             schema_json = action["metaData"]["schemaString"]
             configuration = MappingProxyType(action["metaData"].get("configuration") or {})
         elif "protocol" in action:
@@ -130,6 +131,7 @@ def parse_commit(version: int, data: bytes) -> LogCommit:
         new=tuple(new),
         removed=tuple(removed),
         transactions=MappingProxyType(transactions),
+        table_id=table_id,
         schema_json=schema_json,
         configuration=configuration,
         protocol=protocol,
@@ -306,7 +308,7 @@ def _read_checkpoint(files: Sequence[Location], version: int, table: Location) -
     wanted = {
         "txn": ("appId", "version"),
         "add": ("path", "size", "stats"),
-        "metaData": ("schemaString", "configuration"),
+        "metaData": ("id", "schemaString", "configuration"),
         "protocol": ("minReaderVersion", "minWriterVersion"),
     }
     for location in files:
@@ -333,6 +335,7 @@ def _read_checkpoint(files: Sequence[Location], version: int, table: Location) -
         version=version,
         by_kind=MappingProxyType({kind: tuple(found) for kind, found in by_kind.items()}),
         transactions=MappingProxyType(transactions),
+        table_id=metadata.get("id", ""),
         schema_json=metadata.get("schemaString", ""),
         configuration=MappingProxyType(dict(metadata.get("configuration") or ())),
         protocol=MappingProxyType(protocol),
