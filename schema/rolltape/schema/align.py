@@ -9,6 +9,7 @@ narrowed where every value fits, integer microseconds may become a timestamp, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -21,16 +22,22 @@ from rolltape.schema.errors import ValidationError
 MAX_LIST_VALUES: Final = 2**31 - 1
 """Values that the int32 offsets of one list array can address."""
 
+_SHARED_NULLS_ROWS: Final = 1024
 _UNITS: Final = ("s", "ms", "us", "ns")
 
 
-def conform_array(array: pa.Array, target: pa.DataType, where: str) -> pa.Array:
-    """``array`` as ``target`` without a value changed; zero-copy where the types agree.
+Aligner = Callable[[pa.Array], pa.Array]
+"""Brings arrays of one type to another; made once for a pair of types, applied to many arrays."""
+
+
+def conforming(source: pa.DataType, target: pa.DataType, where: str) -> Aligner:
+    """The aligner that reads ``source`` as ``target`` without changing a value; zero-copy where the types agree.
 
     Raises:
-        ValidationError: the array's type is no spelling of, and cannot be widened to, ``target``.
+        ValidationError: ``source`` is no spelling of, and cannot be widened to, ``target``. The aligner itself raises
+            it where a list is too long for int32 offsets.
     """
-    return _align(array, target, where, False)
+    return _aligner(source, target, where, False)
 
 
 def fit_array(array: pa.Array, target: pa.DataType, where: str) -> pa.Array:
@@ -39,35 +46,39 @@ def fit_array(array: pa.Array, target: pa.DataType, where: str) -> pa.Array:
     Raises:
         ValidationError: the types differ in meaning, or a value does not fit; names ``where``.
     """
-    return _align(array, target, where, True)
+    return array if array.type == target else _aligner(array.type, target, where, True)(array)
 
 
-def _align(array: pa.Array, target: pa.DataType, where: str, fitting: bool) -> pa.Array:
-    source = array.type
+def _aligner(source: pa.DataType, target: pa.DataType, where: str, fitting: bool) -> Aligner:
     if source == target:
-        return array
+        return _identity
     if pt.is_null(source):
-        return pa.nulls(len(array), target)
+        return lambda array: pa.nulls(len(array), target)
     if pt.is_dictionary(source):
-        return _align(array.dictionary_decode(), target, where, fitting)
+        inner = _aligner(source.value_type, target, where, fitting)
+        return lambda array: inner(array.dictionary_decode())
     if pt.is_struct(target):
-        return _align_struct(array, target, where, fitting)
+        return _struct_aligner(source, target, where, fitting)
     if pt.is_list(target):
-        return _align_list(array, target, where, fitting)
+        return _list_aligner(source, target, where, fitting)
     if not _may_become(source, target, fitting):
         raise _refusal(source, target, where)
+    return partial(_cast, target=target, where=where)
+
+
+def _identity(array: pa.Array) -> pa.Array:
+    return array
+
+
+def _cast(array: pa.Array, *, target: pa.DataType, where: str) -> pa.Array:
     try:
-        return _cast(array, target)
+        if pt.is_integer(array.type) and pt.is_timestamp(target):
+            return array.cast(pa.int64()).cast(target)
+        return array.cast(target)
     except pa.ArrowInvalid as error:
         raise ValidationError(
-            f"{where}: expected {target}, got {source} with a value that does not fit: {error}"
+            f"{where}: expected {target}, got {array.type} with a value that does not fit: {error}"
         ) from error
-
-
-def _cast(array: pa.Array, target: pa.DataType) -> pa.Array:
-    if pt.is_integer(array.type) and pt.is_timestamp(target):
-        return array.cast(pa.int64()).cast(target)
-    return array.cast(target)
 
 
 def _may_become(source: pa.DataType, target: pa.DataType, fitting: bool) -> bool:
@@ -123,21 +134,43 @@ _RULES: Final[tuple[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType, 
 )
 
 
-def _align_struct(array: pa.Array, target: pa.StructType, where: str, fitting: bool) -> pa.Array:
-    if not pt.is_struct(array.type):
-        raise _refusal(array.type, target, where)
-    names = [field.name for field in array.type.fields]
-    unknown = [name for name in names if target.get_field_index(name) < 0]
+def _struct_aligner(source: pa.DataType, target: pa.StructType, where: str, fitting: bool) -> Aligner:
+    if not pt.is_struct(source):
+        raise _refusal(source, target, where)
+    sources = {field.name: (at, field.type) for at, field in enumerate(source.fields)}
+    fields = list(target.fields)
+    unknown = sources.keys() - {field.name for field in fields}
     if fitting and unknown:
-        known = ", ".join(field.name for field in target.fields)
-        raise ValidationError(f"{where}: expected fields among {known}; got {', '.join(unknown)}")
-    children = [
-        _align(array.field(names.index(field.name)), field.type, f"{where}.{field.name}", fitting)
-        if field.name in names
-        else pa.nulls(len(array), field.type)
-        for field in target.fields
-    ]
-    return rebuild_struct(array, children, target.fields)
+        known = ", ".join(field.name for field in fields)
+        raise ValidationError(f"{where}: expected fields among {known}; got {', '.join(sorted(unknown))}")
+    present = {
+        at: (sources[field.name][0], _aligner(sources[field.name][1], field.type, f"{where}.{field.name}", fitting))
+        for at, field in enumerate(fields)
+        if field.name in sources
+    }
+    nulls = _null_maker([field.type for field in fields])
+
+    def align(array: pa.StructArray) -> pa.StructArray:
+        children = nulls(len(array))
+        given = array.flatten()
+        for at, (index, inner) in present.items():
+            children[at] = inner(given[index])
+        return rebuild_struct(array, children, fields)
+
+    return align
+
+
+def _null_maker(types: list[pa.DataType]) -> Callable[[int], list[pa.Array]]:
+    """Lists of nulls, one array for each type; short ones are made once, since arrays are immutable."""
+
+    @lru_cache(maxsize=32)
+    def shared(num_rows: int) -> tuple[pa.Array, ...]:
+        return tuple(pa.nulls(num_rows, type_) for type_ in types)
+
+    def make(num_rows: int) -> list[pa.Array]:
+        return list(shared(num_rows) if num_rows <= _SHARED_NULLS_ROWS else shared.__wrapped__(num_rows))
+
+    return make
 
 
 def rebuild_struct(parent: pa.StructArray, children: list[pa.Array], fields: list[pa.Field]) -> pa.StructArray:
@@ -146,20 +179,25 @@ def rebuild_struct(parent: pa.StructArray, children: list[pa.Array], fields: lis
     return pa.StructArray.from_arrays(children, fields=fields, mask=mask)
 
 
-def _align_list(array: pa.Array, target: pa.ListType, where: str, fitting: bool) -> pa.Array:
-    source = array.type
-    if pt.is_list_view(source) or pt.is_large_list_view(source) or pt.is_fixed_size_list(source):
-        array = _as_offsets_list(array)
-    elif not (pt.is_list(source) or pt.is_large_list(source)):
+def _list_aligner(source: pa.DataType, target: pa.ListType, where: str, fitting: bool) -> Aligner:
+    if not (pt.is_list(source) or pt.is_large_list(source) or _has_no_offsets(source)):
         raise _refusal(source, target, where)
-    offsets, values = list_parts(array)
-    if len(values) > MAX_LIST_VALUES:
-        raise ValidationError(
-            f"{where}: {len(values)} list elements in one chunk, and int32 offsets address {MAX_LIST_VALUES}:"
-            " give it in smaller chunks"
-        )
-    values = _align(values, target.value_type, f"{where}[]", fitting)
-    return rebuild_list(array, offsets.astype(np.int32, copy=False), values, target)
+    inner = _aligner(source.value_type, target.value_type, f"{where}[]", fitting)
+
+    def align(array: pa.Array) -> pa.ListArray:
+        offsets, values = list_parts(_as_offsets_list(array) if _has_no_offsets(source) else array)
+        if len(values) > MAX_LIST_VALUES:
+            raise ValidationError(
+                f"{where}: {len(values)} list elements in one chunk, and int32 offsets address {MAX_LIST_VALUES}:"
+                " give it in smaller chunks"
+            )
+        return rebuild_list(array, offsets.astype(np.int32, copy=False), inner(values), target)
+
+    return align
+
+
+def _has_no_offsets(type_: pa.DataType) -> bool:
+    return bool(pt.is_list_view(type_) or pt.is_large_list_view(type_) or pt.is_fixed_size_list(type_))
 
 
 def _as_offsets_list(array: pa.Array) -> pa.Array:

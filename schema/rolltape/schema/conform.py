@@ -12,7 +12,7 @@ from typing import TypeVar
 import pyarrow as pa
 import pyarrow.types as pt
 
-from rolltape.schema.align import MAX_LIST_VALUES, conform_array, list_parts
+from rolltape.schema.align import MAX_LIST_VALUES, Aligner, conforming, list_parts
 from rolltape.schema.errors import ValidationError
 from rolltape.schema.layout import assemble, blank_columns, layout_of
 from rolltape.schema.render import arrow_schema
@@ -36,22 +36,47 @@ def conform(data: Data, kind: str) -> Data:
         return data
     data = upcast(data, kind)
     if isinstance(data, pa.RecordBatch):
-        return _conform_batch(data, kind)
+        return Conformer(data.schema, kind)(data)
+    conformer = Conformer(data.schema, kind)
     batches = [piece for batch in data.to_batches() for piece in _addressable(batch)]
-    return pa.Table.from_batches([_conform_batch(batch, kind) for batch in batches], schema=schema)
+    return pa.Table.from_batches([conformer(batch) for batch in batches], schema=schema)
 
 
-def _conform_batch(batch: pa.RecordBatch, kind: str) -> pa.RecordBatch:
-    layout = layout_of(kind)
-    names = {name: at for at, name in enumerate(batch.schema.names)}
-    top, children = blank_columns(kind, batch.num_rows)
-    for at, spec in enumerate(layout.top):
-        if spec.name in names:
-            top[at] = conform_array(batch.column(names[spec.name]), spec.type, f"{kind}: {spec.name}")
-    if kind not in names:
-        return assemble(layout, top, children)
-    struct = conform_array(batch.column(names[kind]), layout.schema.field(kind).type, kind)
-    return pa.RecordBatch.from_arrays([*top, struct], schema=layout.schema)
+class Conformer:
+    """Brings batches of one schema to today's schema of one kind; made once, applied to many batches."""
+
+    __slots__ = ("_layout", "_steps", "_struct")
+
+    def __init__(self, source: pa.Schema, kind: str) -> None:
+        """Work out the steps.
+
+        Raises:
+            UnknownKindError: no such kind.
+            ValidationError: a column cannot be read as its spec without loss.
+        """
+        self._layout = layout_of(kind)
+        names = {name: at for at, name in enumerate(source.names)}
+        self._steps = [
+            (at, names[spec.name], conforming(source.types[names[spec.name]], spec.type, f"{kind}: {spec.name}"))
+            for at, spec in enumerate(self._layout.top)
+            if spec.name in names
+        ]
+        self._struct: tuple[int, Aligner] | None = None
+        if kind in names:
+            target = self._layout.schema.field(kind).type
+            self._struct = (names[kind], conforming(source.types[names[kind]], target, kind))
+
+    def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """``batch`` with today's schema of the kind."""
+        layout = self._layout
+        top, children = blank_columns(layout.kind.name, batch.num_rows)
+        columns = batch.columns
+        for at, source, align in self._steps:
+            top[at] = align(columns[source])
+        if self._struct is None:
+            return assemble(layout, top, children)
+        source, align = self._struct
+        return pa.RecordBatch.from_arrays([*top, align(columns[source])], schema=layout.schema)
 
 
 def _addressable(batch: pa.RecordBatch) -> list[pa.RecordBatch]:

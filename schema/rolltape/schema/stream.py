@@ -13,18 +13,24 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 from pyarrow import ipc
 
-from rolltape.schema.conform import conform
+from rolltape.schema.conform import Conformer, conform
 from rolltape.schema.envelope import SCHEMA_MAJOR, SCHEMA_MINOR
 from rolltape.schema.errors import CodecError, SchemaVersionError
 from rolltape.schema.extensions import keep_unknown
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.prune import pruner_of
+from rolltape.schema.upcast import needs_upcast
 
 CODEC: Final = "arrow-ipc-stream+lz4"
 """Name of the encoding, as records' headers carry it."""
 
+# One thread: handing the small buffers of a record to a pool costs several times their decompression.
 _OPTIONS: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+_READ_OPTIONS: Final = ipc.IpcReadOptions(use_threads=False)
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+
+_MAX_CONFORMERS: Final = 512
+_CONFORMERS: Final[dict[tuple[str, bytes], Conformer]] = {}
 
 
 def kind_of(batch: pa.RecordBatch) -> str:
@@ -66,24 +72,39 @@ def decode(value: pa.Buffer | bytes | bytearray | memoryview, *, kind: str | Non
         SchemaVersionError: a newer major version, or none.
         ValidationError: a column cannot be read as its spec without loss.
     """
-    batch = _read(pa.py_buffer(value))
+    buffer = pa.py_buffer(value)
+    batch = _read(buffer)
+    _check_bounds(batch)
+    newest_minor = _check_versions(batch)
     found = _only_kind(batch)
     if kind is not None and found != kind:
         raise CodecError(f"expected a record of kind {kind}, got rows of kind {found}")
-    kind_named(found)
-    newest_minor = _check_versions(batch)
-    _check_bounds(batch)
-    known = conform(batch, found)
-    if newest_minor > SCHEMA_MINOR:
-        return keep_unknown(batch, known, found)
-    return known
+    known = _conformed(batch, found, _schema_message(buffer))
+    return keep_unknown(batch, known, found) if newest_minor > SCHEMA_MINOR else known
+
+
+def _conformed(batch: pa.RecordBatch, kind: str, schema_message: bytes) -> pa.RecordBatch:
+    if needs_upcast(batch.schema, kind):
+        return conform(batch, kind)
+    conformer = _CONFORMERS.get((kind, schema_message))
+    if conformer is None:
+        conformer = Conformer(batch.schema, kind)
+        if len(_CONFORMERS) < _MAX_CONFORMERS:
+            _CONFORMERS[kind, schema_message] = conformer
+    return conformer(batch)
+
+
+def _schema_message(value: pa.Buffer) -> bytes:
+    """The bytes of the stream's first message: they tell one schema from another without building it."""
+    view = memoryview(value)
+    return bytes(view[: 8 + int.from_bytes(view[4:8], "little")])
 
 
 def _read(value: pa.Buffer) -> pa.RecordBatch:
     if value.size < len(_END_OF_STREAM) or bytes(value[-len(_END_OF_STREAM) :]) != _END_OF_STREAM:
         raise CodecError(f"expected an Arrow IPC stream with its end marker, got {value.size} bytes without: truncated")
     try:
-        with ipc.open_stream(value) as reader:
+        with ipc.open_stream(value, options=_READ_OPTIONS) as reader:
             batches = list(reader)
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         raise CodecError(f"expected an Arrow IPC stream, got {value.size} bytes that are none: {error}") from error
@@ -93,14 +114,10 @@ def _read(value: pa.Buffer) -> pa.RecordBatch:
 
 
 def _only_kind(batch: pa.RecordBatch) -> str:
-    return _same_text(batch, "kind", CodecError)
-
-
-def _same_text(batch: pa.RecordBatch, name: str, error: type[Exception]) -> str:
-    values = _distinct(batch, name)
-    if len(values) != 1 or values[0] is None:
-        raise error(f"expected one {name} in all rows of a record, got {values[:5]}")
-    return values[0]
+    kinds = _distinct(batch, "kind")
+    if len(kinds) != 1 or kinds[0] is None:
+        raise CodecError(f"expected one kind in all rows of a record, got {kinds[:5]}")
+    return kind_named(kinds[0]).name
 
 
 def _distinct(batch: pa.RecordBatch, name: str) -> list[str | None]:
@@ -108,7 +125,6 @@ def _distinct(batch: pa.RecordBatch, name: str) -> list[str | None]:
     if index < 0 or not (pt.is_string(batch.column(index).type) or pt.is_large_string(batch.column(index).type)):
         return [None]
     try:
-        batch.column(index).validate(full=True)
         values: list[str | None] = pc.unique(batch.column(index)).to_pylist()
     except (pa.ArrowException, UnicodeDecodeError) as error:
         raise CodecError(f"{name}: expected UTF-8 text, got bytes that are not: {error}") from error

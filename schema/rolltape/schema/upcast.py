@@ -30,14 +30,23 @@ Upcaster = Callable[[pa.RecordBatch], pa.StructArray]
 
 def upcast(data: Data, kind_name: str) -> Data:
     """``data`` of one kind with the fields of older minor versions rewritten; the same object where there are none."""
-    upcasters = [(field, upcaster) for (kind, field), upcaster in UPCASTERS.items() if kind == kind_name]
-    index = data.schema.get_field_index(kind_name)
-    if not upcasters or index < 0:
-        return data
-    for old_field, upcaster in upcasters:
-        if data.schema.field(index).type.get_field_index(old_field) >= 0:
-            data = _rewrite(data, index, upcaster)
+    for upcaster in _upcasters_for(data.schema, kind_name):
+        data = _rewrite(data, data.schema.get_field_index(kind_name), upcaster)
     return data
+
+
+def needs_upcast(schema: pa.Schema, kind_name: str) -> bool:
+    """Whether data of ``schema`` has fields that only an older minor version of the kind has."""
+    return bool(_upcasters_for(schema, kind_name))
+
+
+def _upcasters_for(schema: pa.Schema, kind_name: str) -> list[Upcaster]:
+    index = schema.get_field_index(kind_name)
+    fields = [(field, upcaster) for (kind, field), upcaster in UPCASTERS.items() if kind == kind_name]
+    if not fields or index < 0:
+        return []
+    struct = schema.field(index).type
+    return [upcaster for field, upcaster in fields if struct.get_field_index(field) >= 0]
 
 
 def _rewrite(data: Data, index: int, upcaster: Upcaster) -> Data:
