@@ -33,6 +33,7 @@ from rolltape.schema.cursor import Partition
 from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.errors import CodecError, LaneGapError, ValidationError
 from rolltape.schema.identity import derived_id
+from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema
 from rolltape.schema.validate import Limits, validate
 
@@ -139,7 +140,9 @@ class Archive:
     def gaps(self) -> list[Gap]:
         """Lanes that stand still, and what they wait for."""
         return [
-            Gap(lane=lane, first=self.mark(lane) + 1, last=min(waiting) - 1) for lane, waiting in self._parked.items() if waiting
+            Gap(lane=lane, first=self.mark(lane) + 1, last=min(waiting) - 1)
+            for lane, waiting in self._parked.items()
+            if waiting
         ]
 
     def resumable(self) -> list[Lane]:
@@ -153,7 +156,9 @@ class Archive:
 
     # Taking records.
 
-    def offer(self, record: Record, *, offset: int | None = None, checksum: int | None = None, intact: bool = True) -> Outcome:
+    def offer(
+        self, record: Record, *, offset: int | None = None, checksum: int | None = None, intact: bool = True
+    ) -> Outcome:
         """Stage one record, or say why not.
 
         ``offset`` is the log's own; None lets the archive number the partition. ``checksum`` is the value's CRC-32
@@ -176,7 +181,9 @@ class Archive:
     def _offer_known(self, record: Record, lane: Lane, offset: int | None, checksum: int) -> Outcome:
         first = record.headers.first_lane_seq
         if self._conflicts.is_new_content(lane, first, checksum):
-            detail = f"expected the bytes that lane_seq {first} of lane {lane} came with before, got others; both are kept"
+            detail = (
+                f"expected the bytes that lane_seq {first} of lane {lane} came with before, got others; both are kept"
+            )
             letters = letters_of_record(record, reason=reasons.CONFLICT, detail=detail)
             for letter in letters:
                 # The lane and index ranges are accounted for by the first delivery.
@@ -202,8 +209,10 @@ class Archive:
     def _admit(self, record: Record, lane: Lane, offset: int, intact: bool) -> None:
         try:
             if not intact:
-                raise CodecError("expected a value with the checksum of its frame, got other bytes: they were damaged on disk")
-            batch = decode(record.value, kind=record.headers.kind)
+                raise CodecError(
+                    "expected a value with the checksum of its frame, got other bytes: they were damaged on disk"
+                )
+            batch = decode(record.value, kind=kind_named(record.headers.kind).name)
             _check_lane(batch, record)
         except _REFUSED_ERRORS as error:
             self._add_letters(letters_of_record(record, reason=reason_of(error), detail=str(error)), record, offset)
@@ -221,7 +230,8 @@ class Archive:
             if detail is not None:
                 refused.setdefault(row, (reasons.CONFLICT, detail))
         letters = [
-            letter_of_row(batch, row, kind=kind, reason=reason, detail=detail) for row, (reason, detail) in sorted(refused.items())
+            letter_of_row(batch, row, kind=kind, reason=reason, detail=detail)
+            for row, (reason, detail) in sorted(refused.items())
         ]
         out = refused.keys() | repeated.keys()
         if out:
@@ -244,7 +254,13 @@ class Archive:
         }
         for letter in letters:
             self._staged.letters.setdefault(partition, []).append(
-                {"recorded_at": time.time_ns() // 1000, **letter, **source, **self._own_lane(partition), **_place(partition, offset)}
+                {
+                    "recorded_at": time.time_ns() // 1000,
+                    **letter,
+                    **source,
+                    **self._own_lane(partition),
+                    **_place(partition, offset),
+                }
             )
 
     def _own_lane(self, partition: Partition) -> dict[str, Any]:
@@ -275,7 +291,9 @@ class Archive:
             "last_lane_seq": through,
             **payload_fields(b"", "raw", None),
         }
-        self._staged.letters.setdefault(partition, []).append({**letter, **self._own_lane(partition), **_place(partition, offset)})
+        self._staged.letters.setdefault(partition, []).append(
+            {**letter, **self._own_lane(partition), **_place(partition, offset)}
+        )
         self._staged.marks[lane] = through
 
     # Committing.
@@ -299,7 +317,12 @@ class Archive:
             "run_id": UNKNOWN_RUN,
             "run_epoch": 0,
             "recorded_at": time.time_ns() // 1000,
-            "alarm_raised": {"alarm": "lane_gap", "severity": "error", "value": float(gap.last - gap.first + 1), "detail": str(gap)},
+            "alarm_raised": {
+                "alarm": "lane_gap",
+                "severity": "error",
+                "value": float(gap.last - gap.first + 1),
+                "detail": str(gap),
+            },
             **self._own_lane(CONTROL),
             **_place(CONTROL, self._take_offset(CONTROL, None)),
         }
@@ -353,7 +376,9 @@ def _place(partition: Partition, offset: int) -> dict[str, Any]:
 
 def _joined(kind: str, table: pa.Table | None, batches: list[pa.RecordBatch]) -> pa.Table:
     """Rows of several partitions of one kind, each partition's in one piece and in the order of its offsets."""
-    whole = pa.Table.from_batches([*(table.to_batches() if table is not None else ()), *batches], schema=arrow_schema(kind))
+    whole = pa.Table.from_batches(
+        [*(table.to_batches() if table is not None else ()), *batches], schema=arrow_schema(kind)
+    )
     order = [("log_topic", "ascending"), ("log_partition", "ascending"), ("log_offset", "ascending")]
     return whole.sort_by(order) if whole.num_rows > 1 else whole
 

@@ -109,7 +109,11 @@ class ConflictWindow:
                 earlier = self._earlier(event_id) if event_id in known else None
             if earlier is not None:
                 same = content_of(earlier) == content_of(batch.slice(row, 1).to_pylist()[0])
-                found[row] = None if same else f"expected the content that event {event_id} came with before, got another {kind}; both are kept"
+                found[row] = (
+                    None
+                    if same
+                    else f"expected the content that event {event_id} came with before, got another {kind}; both are kept"
+                )
         return found
 
     def _earlier(self, event_id: str) -> Mapping[str, Any] | None:

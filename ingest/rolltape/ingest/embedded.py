@@ -216,7 +216,7 @@ class EmbeddedProducer:
         num_bytes = self._writer.append(record)
         lane = Lane(self.producer_id, self.epoch, record.topic, record.partition)
         with self._lock:
-            self._sent[lane] = record.headers.last_lane_seq
+            self._sent[lane] = max(record.headers.last_lane_seq, self._sent.get(lane, NOTHING))
             self._unproven.append((lane, record.headers.last_lane_seq, num_bytes))
             self._unproven_bytes += num_bytes
         self._log.notify()

@@ -63,7 +63,9 @@ class AttemptCounters:
 def _attempts(columns: Mapping[str, Any], num_rows: int) -> list[Attempt]:
     trajectories = as_list(columns.get("trajectory_id"), num_rows)
     attempts = as_list(columns.get("attempt"), num_rows)
-    return [(_hashable(trajectory), _hashable(attempt)) for trajectory, attempt in zip(trajectories, attempts, strict=True)]
+    return [
+        (_hashable(trajectory), _hashable(attempt)) for trajectory, attempt in zip(trajectories, attempts, strict=True)
+    ]
 
 
 def _hashable(value: Any) -> Any:

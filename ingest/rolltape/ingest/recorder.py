@@ -138,7 +138,9 @@ class Recorder:
         spec = kind_named(kind)
         forbidden = _OURS & columns.keys()
         if forbidden:
-            raise ValidationError(f"{kind}: expected columns that the recorder does not fill itself, got {sorted(forbidden)}")
+            raise ValidationError(
+                f"{kind}: expected columns that the recorder does not fill itself, got {sorted(forbidden)}"
+            )
         with self._lock:
             self._send_outbox()
             prepared = self._prepare(spec, columns, _count_rows(columns, num_rows))
@@ -232,7 +234,9 @@ class Recorder:
         if batch.num_rows:
             if not exact:
                 batch = with_columns(batch, {"lane_seq": np.arange(first, first + batch.num_rows, dtype=np.int64)})
-            self._outbox += [replace_topic(make_record(part, partition=partition.partition), spec.topic) for part in split(batch)]
+            self._outbox += [
+                replace_topic(make_record(part, partition=partition.partition), spec.topic) for part in split(batch)
+            ]
         if letters:
             record = make_record(self._letter_batch(letters, first + batch.num_rows), partition=partition.partition)
             # Beside the events that it stands in for, so that readers of their topic see it in its place.
@@ -336,4 +340,6 @@ def _count_rows(columns: Mapping[str, Any], num_rows: int | None) -> int:
     if num_rows is not None:
         return num_rows
     plain = (str, bytes, int, float, bool, type(None), dict)
-    return next((len(value) for value in columns.values() if not isinstance(value, plain) and hasattr(value, "__len__")), 1)
+    return next(
+        (len(value) for value in columns.values() if not isinstance(value, plain) and hasattr(value, "__len__")), 1
+    )

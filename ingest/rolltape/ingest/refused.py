@@ -37,7 +37,9 @@ _KEPT_ENVELOPE: Final = (
     "recorded_at",
 )
 _ENVELOPE_TYPES: Final = {
-    **dict.fromkeys(("event_id", "tenant", "subject_id", "trajectory_id", "group_id", "problem_id", "root_rollout_id"), str),
+    **dict.fromkeys(
+        ("event_id", "tenant", "subject_id", "trajectory_id", "group_id", "problem_id", "root_rollout_id"), str
+    ),
     **dict.fromkeys(("attempt", "segment_index", "turn_index", "event_index"), int),
 }
 UNKNOWN_RUN: Final = "unknown"
@@ -74,7 +76,9 @@ def payload_fields(payload: bytes, payload_format: str, kind: str | None) -> dic
 def letter_of_row(batch: pa.RecordBatch, row: int, *, kind: str, reason: str, detail: str) -> dict[str, Any]:
     """A dead letter of one decoded row: flat columns, without the writer's own lane."""
     single = batch.slice(row, 1)
-    values = single.select([name for name in (*_KEPT_ENVELOPE, "event_id", "event_index", "lane_seq") if name in batch.schema.names])
+    values = single.select(
+        [name for name in (*_KEPT_ENVELOPE, "event_id", "event_index", "lane_seq") if name in batch.schema.names]
+    )
     event = values.to_pylist()[0]
     lane_seq, event_index = event.pop("lane_seq", None), event.pop("event_index", None)
     return {
@@ -155,7 +159,11 @@ def microseconds(time_us: int, num_rows: int) -> pa.Array:
 
 def letter_of_refused_row(kind: str, refused: RefusedRow, columns: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
     """A dead letter of a row that could not even be built; what of its envelope is sound is kept."""
-    values = {name: _sound(_value(columns[name], refused.row, num_rows), type_) for name, type_ in _ENVELOPE_TYPES.items() if name in columns}
+    values = {
+        name: _sound(_value(columns[name], refused.row, num_rows), type_)
+        for name, type_ in _ENVELOPE_TYPES.items()
+        if name in columns
+    }
     event_id, event_index = values.pop("event_id", None), values.pop("event_index", None)
     return {
         **values,
@@ -179,4 +187,4 @@ def _sound(value: Any, type_: type) -> Any:
         return None
     if isinstance(value, str):
         return value if value.isascii() or value.encode(errors="replace").decode() == value else None
-    return value if -(2**31) <= value < 2**31 else None
+    return value if isinstance(value, int) and -(2**31) <= value < 2**31 else None

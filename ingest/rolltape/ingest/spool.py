@@ -44,7 +44,9 @@ def _spool_error(error: OSError, path: Path) -> Exception:
             "free space on this disk"
         )
     if error.errno in _READ_ONLY:
-        return StoreError(f"expected a writable spool at {path}, got {error.strerror}; give this user the right to write")
+        return StoreError(
+            f"expected a writable spool at {path}, got {error.strerror}; give this user the right to write"
+        )
     return error
 
 
@@ -178,7 +180,9 @@ class SpoolWriter:
 
     def _open_fd(self) -> int:
         if self._fd is None:
-            raise ProducerFencedError(f"expected an open spool of producer {self.producer_id!r}, got a closed one; open it again")
+            raise ProducerFencedError(
+                f"expected an open spool of producer {self.producer_id!r}, got a closed one; open it again"
+            )
         return self._fd
 
     def sync(self) -> None:
