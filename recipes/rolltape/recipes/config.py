@@ -153,6 +153,8 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
     origin = typing.get_origin(hint) or hint
     if origin is types.UnionType:
         return value
+    if origin is typing.Literal:
+        return value  # the dataclass itself refuses what is not among the choices, by name
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolltape.ingest.embedded import EmbeddedLog
 from rolltape.ingest.recorder import Recorder
@@ -14,7 +14,12 @@ from rolltape.recipes.supervisor import Supervisor, children_of
 from rolltape.schema.errors import ConfigError, ReplayError
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location
-from rolltape.trainers.history import RunHistory, metric_values
+from rolltape.trainers.history import RunHistory
+from rolltape.trainers.loop import TrainerJob
+from rolltape.trainers.records import metric_values
+
+if TYPE_CHECKING:
+    from rolltape.rollout.worker import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,7 @@ def start_run(lake: Lake, config: RunConfig, log: EmbeddedLog) -> bool:
                 f"now {config.digest[:12]}); choose another run_id or another lake"
             )
         return False
+    from rolltape.numerics.char_tokenizer import behaviour_digest
     from rolltape.numerics.models import build_tokenizer
     from rolltape.rollout.environments import make_environment
     from rolltape.trainers.environment import describe_environment
@@ -69,7 +75,13 @@ def start_run(lake: Lake, config: RunConfig, log: EmbeddedLog) -> bool:
             model_name=config.model.name,
             seed=config.seed,
             vocab_size=tokenizer.vocab_size,
-            tokenizer=tokenizer.identity(),
+            tokenizer={
+                "name": tokenizer.name,
+                "revision": tokenizer.revision,
+                "file_digest": tokenizer.file_digest,
+                "behaviour_digest": behaviour_digest(tokenizer),
+            },
+            chat_template_digest=tokenizer.chat_template_digest,
             precision={"state": "float32", "gemm": "float32", "rollout_weights": "float32", "kv": "float32"},
             **describe_environment(),
         )
@@ -128,3 +140,42 @@ def run(
 def log_folder(lake: Lake) -> Path:
     """Where the run's processes write their logs."""
     return lake.spool_path / "logs"
+
+
+def trainer_job(config: RunConfig) -> TrainerJob:
+    """What the trainer process of a run is told."""
+    return TrainerJob(
+        run_id=config.run_id,
+        seed=config.seed,
+        model_name=config.model.name,
+        groups_per_step=config.rollout.groups_per_step,
+        group_size=config.rollout.group_size,
+        num_workers=config.rollout.num_workers,
+        trainer=config.trainer,
+    )
+
+
+def worker_config(config: RunConfig, lake_url: str, index: int) -> WorkerConfig:
+    """What one rollout worker of a run is told."""
+    from rolltape.rollout.engine import SamplingConfig
+    from rolltape.rollout.worker import WorkerConfig
+
+    section = config.rollout
+    return WorkerConfig(
+        lake=lake_url,
+        run_id=config.run_id,
+        index=index,
+        num_workers=section.num_workers,
+        model=config.model.name,
+        environment=config.environment.name,
+        environment_options=config.environment.options,
+        seed=config.seed,
+        groups_per_step=section.groups_per_step,
+        group_size=section.group_size,
+        sampling=SamplingConfig(
+            temperature=section.temperature, top_p=section.top_p, top_k=section.top_k, max_tokens=section.max_tokens
+        ),
+        num_threads=section.num_threads,
+        max_steps=config.trainer.max_steps,
+        evaluate_heldout=section.evaluate_heldout,
+    )

@@ -44,8 +44,12 @@ class Child:
         if self._log is None:
             self._log = self.log_path.open("ab")
         command = [sys.executable, "-m", "rolltape.recipes.cli", *self.arguments]
-        self.process = subprocess.Popen(
-            command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, env={**os.environ, **self.environment}
+        self.process = subprocess.Popen(  # noqa: S603 - our own program with our own arguments
+            command,
+            stdout=self._log,
+            stderr=self._log,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **self.environment},
         )
         self.starts += 1
 

@@ -17,8 +17,8 @@ from rolltape.schema import reasons
 from rolltape.schema.errors import UntrainableError
 from rolltape.schema.fold import Fold
 from rolltape.trainers.batch import PackedBatch
-from rolltape.trainers.groups import complete_groups
-from rolltape.trainers.packing import pack
+from rolltape.trainers.groups import PadRule, complete_groups
+from rolltape.trainers.packing import FlatSegments, pack
 from rolltape.trainers.pinned import Dropped, Member, fold_index
 
 
@@ -81,7 +81,9 @@ def _version_refusal(low: int, high: int, rules: VersionRules) -> str | None:
     return None
 
 
-def plan_batch(folded: Fold, rules: VersionRules, *, pad_rule: str = "gt_half", group_method: bool = True) -> BatchPlan:
+def plan_batch(
+    folded: Fold, rules: VersionRules, *, pad_rule: PadRule = "gt_half", group_method: bool = True
+) -> BatchPlan:
     """Decide who is trained.
 
     Candidates are the current attempts, ordered by (group ordinal, member): never by id, file or time.
@@ -107,7 +109,7 @@ def plan_batch(folded: Fold, rules: VersionRules, *, pad_rule: str = "gt_half", 
     why = [refusal(row, rules) for row in rows]
     groups = _dense([row["group_id"] or row["trajectory_id"] for row in rows])
     sizes = _expected_sizes(rows, groups)
-    if group_method and len(rows) and sizes.min() < 2:
+    if group_method and rows and sizes.min() < 2:
         lone = rows[int(sizes.argmin())]
         raise UntrainableError(
             f"{reasons.GROUP_OF_ONE}: group {lone['group_id']} of trajectory {lone['trajectory_id']} has one member; "
@@ -148,9 +150,7 @@ def _expected_sizes(
 
 
 def _dropped(row: dict[str, Any], reason: str) -> Dropped:
-    return Dropped(
-        trajectory_id=row["trajectory_id"], attempt=row["attempt"], group_id=row["group_id"], reason=reason
-    )
+    return Dropped(trajectory_id=row["trajectory_id"], attempt=row["attempt"], group_id=row["group_id"], reason=reason)
 
 
 def _member(row: dict[str, Any], *, padding: bool) -> Member:
@@ -171,7 +171,8 @@ def pack_members(folded: Fold, members: Sequence[Member]) -> PackedBatch:
     """
     index = fold_index(folded)
     rewards_of = folded.trajectories["reward"].to_pylist()
-    segment_rows = _segment_rows(folded)
+    flat = FlatSegments.of(folded.segments)
+    segment_rows = _segment_rows(folded, flat)
     rows: list[int] = []
     row_member: list[int] = []
     for number, member in enumerate(members):
@@ -180,37 +181,27 @@ def pack_members(folded: Fold, members: Sequence[Member]) -> PackedBatch:
             row_member.append(number)
     rewards = [rewards_of[index[m.trajectory_id, m.attempt]] for m in members]
     return pack(
-        folded.segments,
+        flat,
         rows,
-        row_member,
-        [float("nan") if reward is None else reward for reward in rewards],
-        _dense([m.group_id for m in members]).tolist(),
+        row_member=row_member,
+        rewards=[float("nan") if reward is None else reward for reward in rewards],
+        groups=_dense([m.group_id for m in members]).tolist(),
+        is_padding=[m.is_padding for m in members],
     )
 
 
-def _segment_rows(folded: Fold) -> dict[tuple[str, int], list[int]]:
+def _segment_rows(folded: Fold, flat: FlatSegments) -> dict[tuple[str, int], list[int]]:
+    """Rows of each attempt's segments that have a token to train, in segment order."""
     segments = folded.segments
     found: dict[tuple[str, int], list[tuple[int, int]]] = {}
     keys = zip(
         segments["trajectory_id"].to_pylist(),
         segments["attempt"].to_pylist(),
         segments["segment_index"].to_pylist(),
-        _has_action(segments),
+        flat.has_action().tolist(),
         strict=True,
     )
     for row, (trajectory, attempt, segment, has_action) in enumerate(keys):
         if has_action:
             found.setdefault((trajectory, attempt), []).append((segment, row))
     return {key: [row for _, row in sorted(rows)] for key, rows in found.items()}
-
-
-def _has_action(segments: Any) -> list[bool]:
-    """Whether each segment has an action token, from the mask's flat values."""
-    column = segments["response_mask"]
-    chunks = []
-    for chunk in column.chunks:
-        values = chunk.values.fill_null(False).to_numpy(zero_copy_only=False)
-        offsets = np.asarray(chunk.offsets, np.int64)
-        sums = np.concatenate(([0], np.cumsum(values, dtype=np.int64)))
-        chunks.append(sums[offsets[1:]] > sums[offsets[:-1]])
-    return np.concatenate(chunks).tolist() if chunks else []

@@ -12,8 +12,8 @@ class PackedBatch:
     """Rows of a batch, packed without padding; one row is one segment.
 
     ``N`` tokens in all, ``B`` rows, ``M`` members (trajectories; padding copies count). Masks are aligned to targets:
-    ``action_mask[t]`` says that token ``t`` was sampled by the policy in this row and is to be trained, and its log-prob
-    scores it given everything before it in its row.
+    ``action_mask[t]`` says that token ``t`` was sampled by the policy in this row, and is to be
+    trained; its log-prob scores it given everything before it in its row.
     """
 
     token_ids: torch.Tensor  # int32 [N], context then response of each row
@@ -25,6 +25,7 @@ class PackedBatch:
     row_member: torch.Tensor  # int64 [B], index of the member that the row belongs to
     rewards: torch.Tensor  # float64 [M]
     groups: torch.Tensor  # int64 [M], dense group number
+    is_padding: torch.Tensor  # bool [M], a copy that fills its group
 
     @property
     def num_rows(self) -> int:

@@ -75,9 +75,9 @@ class StepCollector:
         folded = fold(events)
         current = folded.trajectories.filter(folded.trajectories["is_current"])
         open_ = pc.sum(pc.equal(current["state"], "open")).as_py() or 0
-        unjudged = pc.sum(
-            pc.and_(pc.is_null(current["reward_state"]), pc.equal(current["state"], "ended"))
-        ).as_py() or 0
+        unjudged = (
+            pc.sum(pc.and_(pc.is_null(current["reward_state"]), pc.equal(current["state"], "ended"))).as_py() or 0
+        )
         if current.num_rows < num_members or open_ or unjudged:
             return None
         return folded
@@ -116,7 +116,8 @@ class StepCollector:
             sum(t.num_rows for t in self._tables["rollout_ended"])
             + sum(t.num_rows for t in self._tables["dead_letter"])
             + sum(t.num_rows for t in self._tables["attempt_abandoned"]),
-            sum(t.num_rows for t in self._tables["reward_assigned"]) + sum(t.num_rows for t in self._tables["dead_letter"]),
+            sum(t.num_rows for t in self._tables["reward_assigned"])
+            + sum(t.num_rows for t in self._tables["dead_letter"]),
         )
         return all(count >= num_members for count in counts)
 

@@ -1,11 +1,13 @@
-"""The trainer's configuration. Names and defaults follow algorithms.md §2–§4; importing it needs no torch."""
+"""The trainer's configuration. Names and defaults follow algorithms.md §2 to §4; importing it needs no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from rolltape.schema.errors import ConfigError
+
+Mode = Literal["seq_mean", "token_mean", "seq_sum", "const", "rollout_mean"]
 
 _CHOICES: Final = {
     "algorithm": ("grpo",),
@@ -26,7 +28,7 @@ class TrainerConfig:
     average (weight ``stop_ema`` on the past) of that step metric reaches ``stop_above``; ``entropy_coef`` is c of D33.
     """
 
-    algorithm: str = "grpo"
+    algorithm: Literal["grpo"] = "grpo"
     max_steps: int = 300
     lr: float = 1e-3
     beta1: float = 0.9
@@ -40,14 +42,15 @@ class TrainerConfig:
     icepop_beta: float = 2.0
     tis_low: float = 0.0
     tis_high: float = 2.0
-    pop_value: str = "ratio"
-    correction: str = "icepop"
-    aggregation: str = "seq_mean"
-    adv_norm: str = "mean_std"
+    pop_value: Literal["ratio", "binary"] = "ratio"
+    correction: Literal["icepop", "tis", "none"] = "icepop"
+    aggregation: Mode = "seq_mean"
+    const_length: int = 0
+    adv_norm: Literal["mean_std", "mean"] = "mean_std"
     entropy_coef: float = 0.0
     staleness_tau: int = 0
-    pad_rule: str = "gt_half"
-    stats: str = "padded"
+    pad_rule: Literal["gt_half", "ge_half"] = "gt_half"
+    stats: Literal["padded", "valid_only"] = "padded"
     token_budget: int = 4096
     checkpoint_every: int = 20
     probe_every: int = 50
@@ -73,5 +76,9 @@ class TrainerConfig:
         for name in ("beta1", "beta2", "eps_low", "stop_ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}: expected 0 <= {name} < 1, got {getattr(self, name)}")
+        if self.aggregation == "const" and self.const_length < 1:
+            raise ConfigError(
+                f"trainer.const_length: expected 1 or more with aggregation const, got {self.const_length}"
+            )
         if not self.icepop_beta >= 1:
             raise ConfigError(f"trainer.icepop_beta: expected 1 or more, got {self.icepop_beta}")

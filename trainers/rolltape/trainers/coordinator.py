@@ -142,7 +142,9 @@ class Coordinator:
             if time.monotonic() > deadline:
                 self._deregister_silent(required, staged)
                 deadline = time.monotonic() + self._timeout_s
-            waiting(f"version {version.version}: {len(staged)} of {max(len(required), self._min_engines)} engines staged")
+            waiting(
+                f"version {version.version}: {len(staged)} of {max(len(required), self._min_engines)} engines staged"
+            )
             self.poll(0.05)
 
     def _commit(self, version: PolicyVersion, staged: Mapping[str, str]) -> None:

@@ -26,9 +26,7 @@ def rows_of(table: pa.Table, kind: str) -> list[dict[str, Any]]:
 
 def read_line(lake: Lake, run_id: str) -> RunLine:
     """The run's epochs."""
-    return RunLine.from_events(
-        lake.read("run_started", run_id=run_id), lake.read("run_resumed", run_id=run_id), run_id
-    )
+    return RunLine.from_events(lake.read("run_started", run_id=run_id), lake.read("run_resumed", run_id=run_id), run_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

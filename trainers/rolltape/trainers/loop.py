@@ -1,4 +1,4 @@
-"""The trainer process: on-policy lock step from the tape, weights out through the tape (design §6–§8).
+"""The trainer process: on-policy lock step from the tape, weights out through the tape (design §6 to §8).
 
 Order at a step: batch pinned → trained → checkpoint → ``train_step_completed`` → ``weights_published``. A trainer that
 comes back raises the run epoch, loads the newest checkpoint, runs the pinned batches after it again, compares digests,
@@ -109,7 +109,7 @@ class Trainer:
             self.lake,
             self.log,
             self.recorder,
-            coordinator_id=self.recorder.producer_id,
+            coordinator_id=self.recorder.producer.producer_id,
             run_id=self.job.run_id,
             min_engines=self.job.num_workers,
             engine_timeout_s=self.config.engine_timeout_s,
@@ -249,9 +249,7 @@ class Trainer:
     def _train_one(self, step: int, batch: FormedBatch) -> bool:
         """Train a formed batch and write down what came of it; whether the run ends here."""
         started = time.perf_counter()
-        outcome = train_step(
-            self.model, self.optimizer, batch.packed, self.config, temperature=batch.temperature
-        )
+        outcome = train_step(self.model, self.optimizer, batch.packed, self.config, temperature=batch.temperature)
         metrics = step_metrics(
             batch.packed,
             batch.plan,
@@ -313,9 +311,7 @@ class Trainer:
         if not self.config.probe_every or step % self.config.probe_every:
             return
         found: MismatchProbe = probe(batch.packed, outcome, beta=self.config.icepop_beta)
-        self.recorder.record(
-            "mismatch_probed", policy_id=POLICY_ID, version=version, step=step, **found.fields()
-        )
+        self.recorder.record("mismatch_probed", policy_id=POLICY_ID, version=version, step=step, **found.fields())
 
     # Weights and checkpoints
 
@@ -328,9 +324,7 @@ class Trainer:
         )
 
     def _publish(self) -> None:
-        columns = publish_columns(
-            self.lake, self.job.run_id, self.model, self._version(), step=self.progress.step
-        )
+        columns = publish_columns(self.lake, self.job.run_id, self.model, self._version(), step=self.progress.step)
         self.recorder.record("weights_published", **columns)
         self.recorder.flush("spooled")
 
@@ -362,5 +356,3 @@ def run_trainer(lake: Lake, log: EventLog, job: TrainerJob, *, on_ready: Callabl
     trainer = Trainer(lake, log, job)
     on_ready()
     trainer.run()
-
-

@@ -3,16 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import torch
 
 from rolltape.trainers.batch import PackedBatch
 
+Offsets = npt.NDArray[np.int64]
 
-def _values(column: pa.Array) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatSegments:
+    """The token columns of a segments table as flat arrays, ids and log-probs without a copy.
+
+    Row ``s`` owns ``prompt[prompt_at[s]:prompt_at[s + 1]]`` and, in the four response arrays, the entries from its own
+    offset on; all of a row's response arrays have one length.
+    """
+
+    prompt: npt.NDArray[np.int32]
+    prompt_at: Offsets
+    response: npt.NDArray[np.int32]
+    response_at: Offsets
+    mask: npt.NDArray[np.bool_]
+    mask_at: Offsets
+    log_probs: npt.NDArray[np.float32]
+    log_probs_at: Offsets
+    null: npt.NDArray[np.bool_] | None
+    versions: npt.NDArray[np.int64]
+    versions_at: Offsets
+
+    @classmethod
+    def of(cls, segments: pa.Table) -> Self:
+        """From a table of ``fold_schema.SEGMENT_SCHEMA``."""
+        prompt, prompt_at = _values(_column(segments, "prompt_token_ids"))
+        response, response_at = _values(_column(segments, "response_token_ids"))
+        mask, mask_at = _values(_column(segments, "response_mask"))
+        log_prob_column = _column(segments, "rollout_log_probs")
+        log_probs, log_probs_at = _values(log_prob_column)
+        child = log_prob_column.values
+        versions, versions_at = _values(_column(segments, "policy_versions"))
+        return cls(
+            prompt=prompt,
+            prompt_at=prompt_at,
+            response=response,
+            response_at=response_at,
+            mask=mask,
+            mask_at=mask_at,
+            log_probs=log_probs,
+            log_probs_at=log_probs_at,
+            null=child.is_null().to_numpy(zero_copy_only=False) if child.null_count else None,
+            versions=versions,
+            versions_at=versions_at,
+        )
+
+    def has_action(self) -> npt.NDArray[np.bool_]:
+        """Whether each row has a token to train."""
+        starts, ends = self.mask_at[:-1], self.mask_at[1:]
+        found = np.zeros(len(starts), np.bool_)
+        filled = ends > starts
+        if filled.any():
+            # Between two starts of filled rows there are only empty ones, so each reduction covers its row exactly;
+            # the last one must not run past its end.
+            bounded = self.mask[: ends[filled][-1]]
+            found[filled] = np.logical_or.reduceat(bounded, starts[filled])
+        return found
+
+
+def _column(table: pa.Table, name: str) -> pa.ListArray:
+    column = table[name]
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+
+def _values(column: pa.ListArray) -> tuple[npt.NDArray[Any], Offsets]:
     """Flat values of a list array and its int64 offsets into them. Nulls inside keep their buffer value (0)."""
     offsets = np.asarray(column.offsets, dtype=np.int64)
     child = column.values
@@ -25,15 +91,16 @@ def _values(column: pa.Array) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
     return np.frombuffer(buffer, width)[child.offset : child.offset + len(child)], offsets
 
 
-def _nulls(column: pa.Array) -> np.ndarray[Any, Any] | None:
-    child = column.values
-    return child.is_null().to_numpy(zero_copy_only=False) if child.null_count else None
-
-
 def pack(
-    segments: pa.Table, row_indexes: Sequence[int], row_member: Sequence[int], rewards: Sequence[float], groups: Sequence[int]
+    segments: FlatSegments,
+    row_indexes: Sequence[int],
+    *,
+    row_member: Sequence[int],
+    rewards: Sequence[float],
+    groups: Sequence[int],
+    is_padding: Sequence[bool],
 ) -> PackedBatch:
-    """Pack rows ``row_indexes`` of a segments table (:data:`rolltape.schema.fold_schema.SEGMENT_SCHEMA`), in that order.
+    """Pack rows of segments, in the order given.
 
     Args:
         segments: folded segments.
@@ -41,52 +108,39 @@ def pack(
         row_member: B member indexes.
         rewards: M scalar rewards.
         groups: M dense group numbers.
+        is_padding: M flags.
 
     Returns:
-        The batch. Bytes allocated: 13 a token beside the row arrays.
+        The batch; 13 bytes a token beside the row arrays, and nothing else of that size is held.
     """
-    chunks = {
-        name: segments[name].combine_chunks() if segments[name].num_chunks != 1 else segments[name].chunk(0)
-        for name in (
-            "prompt_token_ids",
-            "response_token_ids",
-            "response_mask",
-            "rollout_log_probs",
-            "policy_versions",
-        )
-    }
-    prompt, prompt_at = _values(chunks["prompt_token_ids"])
-    response, response_at = _values(chunks["response_token_ids"])
-    mask, mask_at = _values(chunks["response_mask"])
-    log_prob, log_prob_at = _values(chunks["rollout_log_probs"])
-    null = _nulls(chunks["rollout_log_probs"])
-    version, version_at = _values(chunks["policy_versions"])
-
+    flat = segments
     rows = np.asarray(row_indexes, dtype=np.int64)
-    context_lengths = prompt_at[rows + 1] - prompt_at[rows]
-    response_lengths = response_at[rows + 1] - response_at[rows]
+    context_lengths = flat.prompt_at[rows + 1] - flat.prompt_at[rows]
+    response_lengths = flat.response_at[rows + 1] - flat.response_at[rows]
     cu = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(context_lengths + response_lengths, out=cu[1:])
     total = int(cu[-1])
-
     token_ids = np.empty(total, np.int32)
-    action_mask = np.zeros(total, np.bool_)
-    log_probs = np.zeros(total, np.float32)
-    versions = np.full(total, -1, np.int32)
-    # One slice copy a row and column: at most a few microseconds a row, memcpy speed for long ones.
+    action_mask = np.empty(total, np.bool_)
+    log_probs = np.empty(total, np.float32)
+    versions = np.empty(total, np.int32)
+    # One slice copy a row and column: a few microseconds a row, memcpy speed for long ones.
     for row, start, context, length in zip(
         rows.tolist(), cu[:-1].tolist(), context_lengths.tolist(), response_lengths.tolist(), strict=True
     ):
         middle, end = start + context, start + context + length
-        token_ids[start:middle] = prompt[prompt_at[row] : prompt_at[row + 1]]
-        token_ids[middle:end] = response[response_at[row] : response_at[row + 1]]
-        action_mask[middle:end] = mask[mask_at[row] : mask_at[row + 1]]
-        a = log_prob_at[row]
-        log_probs[middle:end] = log_prob[a : a + length]
-        if null is not None:
-            bad = null[a : a + length] & action_mask[middle:end]
+        token_ids[start:middle] = flat.prompt[flat.prompt_at[row] : flat.prompt_at[row + 1]]
+        token_ids[middle:end] = flat.response[flat.response_at[row] : flat.response_at[row + 1]]
+        action_mask[start:middle] = False
+        action_mask[middle:end] = flat.mask[flat.mask_at[row] : flat.mask_at[row + 1]]
+        log_probs[start:middle] = 0.0
+        first = flat.log_probs_at[row]
+        log_probs[middle:end] = flat.log_probs[first : first + length]
+        if flat.null is not None:
+            bad = flat.null[first : first + length] & action_mask[middle:end]
             log_probs[middle:end][bad] = np.nan
-        versions[middle:end] = version[version_at[row] : version_at[row + 1]]
+        versions[start:middle] = -1
+        versions[middle:end] = flat.versions[flat.versions_at[row] : flat.versions_at[row + 1]]
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         cu_seqlens=torch.from_numpy(cu),
@@ -97,4 +151,5 @@ def pack(
         row_member=torch.as_tensor(row_member, dtype=torch.int64),
         rewards=torch.as_tensor(rewards, dtype=torch.float64),
         groups=torch.as_tensor(groups, dtype=torch.int64),
+        is_padding=torch.as_tensor(is_padding, dtype=torch.bool),
     )

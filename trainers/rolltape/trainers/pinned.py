@@ -146,7 +146,11 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str, *, check: bool = True) -
         DigestMismatchError: a member's content is not what was trained; names the trajectory and the tensor.
     """
     table = lake.read("batch_formed", run_id=run_id)
-    match = table.filter(pc.equal(pc.struct_field(table["batch_formed"], "batch_id"), batch_id)) if table.num_rows else table
+    match = (
+        table.filter(pc.equal(pc.struct_field(table["batch_formed"], "batch_id"), batch_id))
+        if table.num_rows
+        else table
+    )
     if not match.num_rows:
         raise ReplayError(f"run {run_id} has no batch {batch_id!r}")
     row = match["batch_formed"].combine_chunks()

@@ -38,7 +38,14 @@ class ReplayReport:
             ("weights_digest", recorded["weights_digest"], outcome.weights_digest),
         )
         return [
-            {"run_id": self.run_id, "step": self.step, "what": name, "recorded": was, "replayed": now, "equal": was == now}
+            {
+                "run_id": self.run_id,
+                "step": self.step,
+                "what": name,
+                "recorded": was,
+                "replayed": now,
+                "equal": was == now,
+            }
             for name, was, now in pairs
         ]
 

@@ -120,7 +120,9 @@ def compare(recorded: dict[str, Any], outcome: StepOutcome, batch_digest: str) -
     if recorded["batch_digest"] != batch_digest:
         found.append(f"batch digest: recorded {recorded['batch_digest']}, here {batch_digest}")
     if recorded["loss_bits"] != outcome.loss_bits:
-        found.append(f"loss bits: recorded {recorded['loss_bits']:#x} ({recorded['loss']}), here {outcome.loss_bits:#x} ({outcome.loss})")
+        found.append(
+            f"loss bits: recorded {recorded['loss_bits']:#x} ({recorded['loss']}), here {outcome.loss_bits:#x} ({outcome.loss})"
+        )
     for what, was, now in (
         ("gradient", digests_by_name(recorded["gradient_digests"]), outcome.gradient_digests),
         ("new weights", digests_by_name(recorded["weight_digests"]), outcome.weight_digests),

@@ -68,6 +68,12 @@ class _Tokens:
     gate: torch.Tensor
     trusted: torch.Tensor
 
+    @classmethod
+    def zeros(cls, count: int) -> _Tokens:
+        """Nothing computed yet."""
+        old, current, entropy, gate = (torch.zeros(count) for _ in range(4))
+        return cls(old, current, entropy, gate, torch.zeros(count, dtype=torch.bool))
+
 
 def make_optimizer(model: torch.nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, in the model's order."""
@@ -94,10 +100,11 @@ def train_step(
     The optimizer is not called, and ``skipped`` is true, when no action token is trusted (algorithms.md §2.5): moments
     and weight decay would move weights. Gradient digests are of the last update, before clipping.
     """
-    member_advantages = group_advantages(batch.rewards, batch.groups, norm=config.adv_norm)
+    counted = ~batch.is_padding if config.stats == "valid_only" else None
+    member_advantages = group_advantages(batch.rewards, batch.groups, norm=config.adv_norm, counted=counted)
     token_advantages = member_advantages[batch.row_member][batch.row_of_token()].float()
     token_advantages = torch.where(batch.action_mask, token_advantages, 0.0)
-    tokens = _Tokens(*(torch.zeros(batch.num_tokens) for _ in range(4)), torch.zeros(batch.num_tokens, dtype=torch.bool))
+    tokens = _Tokens.zeros(batch.num_tokens)
     weights = _token_weights(batch, config)
     if config.updates_per_batch > 1:
         with torch.no_grad():
@@ -145,7 +152,11 @@ def _token_weights(batch: PackedBatch, config: TrainerConfig) -> torch.Tensor:
     weights = torch.zeros(batch.num_tokens)
     rows = batch.row_of_token()[batch.action_mask]
     weights[batch.action_mask] = aggregation_weights(
-        rows, mode=config.aggregation, num_rows=batch.num_rows, rollout_of_row=batch.row_member
+        rows,
+        mode=config.aggregation,
+        num_rows=batch.num_rows,
+        rollout_of_row=batch.row_member,
+        max_length=config.const_length or None,
     )
     return weights
 
@@ -184,8 +195,9 @@ def _accumulate(
             tis_high=config.tis_high,
             entropy=scores.entropy,
             entropy_coef=config.entropy_coef,
+            is_partial=True,
         )
-        result.loss.backward()
+        torch.autograd.backward(result.loss)
         total += result.loss.detach().double()
         sizes.append(part.rows.numel())
         tokens.old[index] = old

@@ -42,12 +42,8 @@ def the_run(lake: Lake, run_id: str) -> str:
     table = lake.read("run_started")
     purposes = table["run_started"].to_pylist()
     runs = sorted(
-        {
-            run
-            for run, row in zip(table["run_id"].to_pylist(), purposes, strict=True)
-            if row["purpose"] == "train"
-        }
+        {run for run, row in zip(table["run_id"].to_pylist(), purposes, strict=True) if row["purpose"] == "train"}
     )
     if len(runs) != 1:
         raise ConfigError(f"--run: expected the id of a run, the lake has {len(runs)}: {', '.join(runs) or 'none'}")
-    return runs[0]
+    return str(runs[0])

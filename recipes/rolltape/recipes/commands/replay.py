@@ -22,7 +22,9 @@ def run(options: argparse.Namespace) -> int:
 
     lake = open_lake(options.lake)
     config = config_of(lake, the_run(lake, options.run))
-    report = replay_step(lake, trainer_job(config), options.step, on_step=lambda step: say(f"step {step} ran again", step=step))
+    report = replay_step(
+        lake, trainer_job(config), options.step, on_step=lambda step: say(f"step {step} ran again", step=step)
+    )
     print_rows(report.rows(), title=f"step {report.step}, from the checkpoint of step {report.from_checkpoint}")
     for difference in report.environment_differences:
         say(f"not the recorded environment: {difference}", environment=difference)

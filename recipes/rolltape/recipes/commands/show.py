@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rolltape.recipes.commands._common import add_lake, open_lake
+
+if TYPE_CHECKING:
+    from rolltape.store.lake import Lake
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,28 +19,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the trajectory's attempts, segments, rewards and (on request) tokens."""
+    """Print the trajectory's attempts, segments, actions and (on request) tokens."""
     from rolltape.recipes.output import print_rows
-    from rolltape.schema.errors import ConfigError
 
     lake = open_lake(options.lake)
-    like = options.trajectory.replace("'", "").replace("%", "").replace("_", "")
-    found = lake.sql(f"select * from trajectories where trajectory_id like '{like}%' order by trajectory_id, attempt").arrow().to_pylist()
-    ids = sorted({row["trajectory_id"] for row in found})
-    if len(ids) != 1:
-        raise ConfigError(f"expected one trajectory that begins with {options.trajectory!r}, found {len(ids)}")
-    print_rows([{key: value for key, value in row.items() if value is not None} for row in _tall(found)], title="trajectory")
-    segments = lake.sql(
-        "select attempt, segment_index, segment_kind, len(prompt_token_ids) as num_prompt_tokens, prompt_token_ids, "
-        f"response_token_ids from segments where trajectory_id = '{ids[0]}' order by attempt, segment_index"
+    trajectory = find(lake, options.trajectory)
+    where = f"where trajectory_id = '{trajectory}' order by attempt"
+    print_rows(_tall(_ask(lake, f"select * from trajectories {where}")), title=f"trajectory {trajectory}")
+    columns = "attempt, segment_index, segment_kind, prompt_token_ids, response_token_ids"
+    print_rows(_ask(lake, f"select {columns} from segments {where}, segment_index"), title="segments")
+    print_rows(
+        _ask(lake, f"select attempt, event_index, text from action_sampled {where}, event_index"), title="actions"
     )
-    print_rows(segments.arrow().to_pylist(), title="segments")
-    text = lake.sql(f"select attempt, event_index, text from action_sampled where trajectory_id = '{ids[0]}' order by attempt, event_index")
-    print_rows(text.arrow().to_pylist(), title="actions")
     if options.tokens:
-        tokens = lake.sql(f"select * exclude (run_id, trajectory_id) from tokens where trajectory_id = '{ids[0]}' order by attempt, segment_index, position")
-        print_rows(tokens.arrow().to_pylist(), title="tokens")
+        columns = "* exclude (run_id, trajectory_id)"
+        print_rows(_ask(lake, f"select {columns} from tokens {where}, segment_index, position"), title="tokens")
     return 0
+
+
+def find(lake: Lake, beginning: str) -> str:
+    """The id of the one trajectory that begins so.
+
+    Raises:
+        ConfigError: none does, or several do.
+    """
+    from rolltape.schema.errors import ConfigError
+
+    if not beginning or not set(beginning.lower()) <= set("0123456789abcdef-"):
+        raise ConfigError(f"expected a trajectory id (hexadecimal digits and dashes), got {beginning!r}")
+    query = (
+        f"select distinct trajectory_id from rollout_started where trajectory_id like '{beginning.lower()}%' limit 3"
+    )
+    found = [row["trajectory_id"] for row in _ask(lake, query)]
+    if len(found) != 1:
+        raise ConfigError(f"expected one trajectory that begins with {beginning!r}, found {len(found)}")
+    return str(found[0])
+
+
+def _ask(lake: Lake, query: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = lake.sql(query).arrow().to_pylist()
+    return rows
 
 
 def _tall(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

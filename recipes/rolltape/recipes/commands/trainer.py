@@ -16,20 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train until the run's last step."""
     from rolltape.ingest.embedded import EmbeddedLog
-    from rolltape.recipes.runs import config_of
-    from rolltape.trainers.loop import TrainerJob, run_trainer
+    from rolltape.recipes.runs import config_of, trainer_job
+    from rolltape.trainers.loop import run_trainer
 
     lake = open_lake(options.lake, read_only=False)
-    config = config_of(lake, options.run)
-    job = TrainerJob(
-        run_id=config.run_id,
-        seed=config.seed,
-        model_name=config.model.name,
-        groups_per_step=config.rollout.groups_per_step,
-        group_size=config.rollout.group_size,
-        num_workers=config.rollout.num_workers,
-        trainer=config.trainer,
-    )
     with EmbeddedLog(lake, committer="external") as log:
-        run_trainer(lake, log, job)
+        run_trainer(lake, log, trainer_job(config_of(lake, options.run)))
     return 0
