@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +30,10 @@ LIMITS = Limits(vocab_size=1000)
 class Harness(Protocol):
     """One implementation under test."""
 
-    log: EventLog
+    @property
+    def log(self) -> EventLog:
+        """The log."""
+        ...
 
     def accept_loss(self, lane: Lane, through: int) -> None:
         """What an operator does about a gap."""
@@ -96,12 +99,9 @@ class Lanes:
     producer: LogProducer
     next_seq: dict[str, int] = field(default_factory=dict)
 
-    def record(
-        self, kind: str, num_rows: int = 1, *, first_seq: int | None = None, topic: str | None = None, **columns: Any
-    ) -> Record:
+    def record(self, kind: str, num_rows: int = 1, *, first_seq: int | None = None, **columns: Any) -> Record:
         """The next record of the lane (or the one that starts at ``first_seq``); not sent."""
-        record = make_record(self.batch(kind, num_rows, first_seq=first_seq, **columns))
-        return record if topic is None else replace(record, topic=topic)
+        return make_record(self.batch(kind, num_rows, first_seq=first_seq, **columns))
 
     def batch(self, kind: str, num_rows: int = 1, *, first_seq: int | None = None, **columns: Any) -> pa.RecordBatch:
         """The stamped rows of the lane's next record."""

@@ -75,7 +75,7 @@ def test_a_reader_goes_on_exactly_where_another_stopped(log: EventLog, tools: An
     for start in range(7):
         back = tools.read_back(log, Cursor({ROLLOUT: start}))
         assert [row["event_index"] for row in back.of("action_sampled")] == list(range(start, 6))
-    assert back.cursor[ROLLOUT] == 6
+        assert back.cursor[ROLLOUT] == 6
 
 
 def test_a_live_reader_gets_each_event_once(log: EventLog, tools: Any) -> None:

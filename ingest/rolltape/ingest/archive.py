@@ -66,8 +66,9 @@ class Gap:
 
     def __str__(self) -> str:
         return (
-            f"lane {self.lane}: expected lane_seq {self.first}, got {self.last + 1}: {self.first} to {self.last} are missing; the lane "
-            "stands still until they come, or until an operator accepts the loss (rolltape.ingest.deadletters.accept_loss)"
+            f"lane {self.lane}: expected lane_seq {self.first}, got {self.last + 1}: "
+            f"{self.first} to {self.last} are missing; the lane stands still until they come, or until an operator "
+            "accepts the loss (rolltape.ingest.deadletters.accept_loss)"
         )
 
 
@@ -270,7 +271,7 @@ class Archive:
         return {"producer_id": self._archiver_id, "producer_epoch": ARCHIVER_EPOCH, "lane_seq": lane_seq}
 
     def accept_loss(self, lane: Lane, through: int) -> None:
-        """Close a gap by a dead letter that accounts for ``lane_seq`` mark + 1 to ``through``; nothing if none is missing."""
+        """Close a gap by a dead letter that accounts for ``lane_seq`` mark + 1 to ``through``, if any is missing."""
         first = self.mark(lane) + 1
         if first > through:
             return
@@ -397,8 +398,8 @@ def _check_lane(batch: pa.RecordBatch, record: Record) -> None:
     lane_seqs = batch.column("lane_seq").to_numpy(zero_copy_only=False)
     if not np.array_equal(lane_seqs, expected):
         raise HeaderMismatchError(
-            f"expected rows with lane_seq {headers.first_lane_seq} to {headers.last_lane_seq} as in the headers, got {batch.num_rows} rows "
-            f"from {lane_seqs[0] if len(lane_seqs) else None}"
+            f"expected rows with lane_seq {headers.first_lane_seq} to {headers.last_lane_seq} as in the headers, got "
+            f"{batch.num_rows} rows from {lane_seqs[0] if len(lane_seqs) else None}"
         )
     for name, value in (("producer_id", headers.producer_id), ("producer_epoch", headers.producer_epoch)):
         came = batch.column(name).unique().to_pylist()

@@ -1,8 +1,8 @@
 """The embedded log's one committer: it archives all spools of a machine into the lake by group commit.
 
-It looks at the sizes of the spool files every two milliseconds (every twenty after a while without work), commits what is there
-at once, and lets what comes during a commit gather for the next. ``python -m rolltape.ingest.committer LAKE`` runs one
-until SIGTERM, which drains first.
+It looks at the sizes of the spool files every two milliseconds (every twenty after a while without work), commits what
+is there at once, and lets what comes during a commit gather for the next. ``python -m rolltape.ingest.committer LAKE``
+runs one until SIGTERM, which drains first.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _LOG: Final = logging.getLogger(__name__)
 class CommitterOptions:
     """How the committer trades latency against commits.
 
-    Times in seconds. ``linger_s`` is how long the spools must be quiet before a commit starts, and ``max_linger_s`` how long
-    it waits for that at most: events that are recorded one after the other then share a commit.
+    Times in seconds. ``linger_s`` is how long the spools must be quiet before a commit starts, and ``max_linger_s`` how
+    long it waits for that at most: events that are recorded one after the other then share a commit.
     """
 
     poll_s: float = 0.002
@@ -98,8 +98,8 @@ class Committer:
         lock = FileLock.acquire(lake.spool_path / COMMITTER_LOCK)
         if lock is None:
             raise CommitterFencedError(
-                f"expected to be the only committer of {lake.location}, got a lock held by another at {lake.spool_path}; "
-                "use the one that runs (committer='external' or 'auto')"
+                f"expected to be the only committer of {lake.location}, got a lock held by another at "
+                f"{lake.spool_path}; use the one that runs (committer='external' or 'auto')"
             )
         self._lock = lock
         self.archive = Archive(LakeTarget(lake), limits=limits)
@@ -254,14 +254,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the committer of one lake until SIGTERM or SIGINT; drains before it ends."""
     names = sys.argv[1:] if arguments is None else arguments
     if len(names) != 1:
-        print("usage: python -m rolltape.ingest.committer LAKE", file=sys.stderr)
+        sys.stderr.write("usage: python -m rolltape.ingest.committer LAKE\n")
         return 2
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with contextlib.closing(Committer(Lake.open(names[0]))) as committer:
-        print(json.dumps({"committer": "running", "lake": names[0]}), flush=True)
+        sys.stdout.write(json.dumps({"committer": "running", "lake": names[0]}) + "\n")
+        sys.stdout.flush()
         committer.run(stop)
     return 0
 

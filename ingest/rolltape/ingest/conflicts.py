@@ -58,6 +58,10 @@ class _Generations(Generic[K, V]):
         return (wanted & self._young.keys()) | (wanted & self._old.keys())
 
 
+def _differs(kind: str, event_id: str) -> str:
+    return f"expected the content that event {event_id} came with before, got another {kind}; both are kept"
+
+
 class ConflictWindow:
     """Recent records by lane position, and recent events by id."""
 
@@ -109,15 +113,12 @@ class ConflictWindow:
                 earlier = self._earlier(event_id) if event_id in known else None
             if earlier is not None:
                 same = content_of(earlier) == content_of(batch.slice(row, 1).to_pylist()[0])
-                found[row] = (
-                    None
-                    if same
-                    else f"expected the content that event {event_id} came with before, got another {kind}; both are kept"
-                )
+                found[row] = None if same else _differs(kind, event_id)
         return found
 
     def _earlier(self, event_id: str) -> Mapping[str, Any] | None:
         if event_id in self._staged:
             batch, row = self._staged[event_id]
-            return batch.slice(row, 1).to_pylist()[0]
+            staged: dict[str, Any] = batch.slice(row, 1).to_pylist()[0]
+            return staged
         return self._lookup.read_event(self._events.get(event_id) or "", event_id)

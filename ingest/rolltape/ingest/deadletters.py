@@ -35,7 +35,10 @@ _DRAIN_TIMEOUT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadLetter:
-    """One dead letter. ``fields`` are the columns of the kind (see docs/events.md), ``redriven_as`` the ids that replaced it."""
+    """One dead letter.
+
+    ``fields`` are the columns of the kind (see docs/events.md), ``redriven_as`` the ids of the events that replaced it.
+    """
 
     event_id: str
     run_id: str
@@ -94,14 +97,14 @@ def redrive(
     limits: Limits | None = None,
     timeout_s: float = 60.0,
 ) -> tuple[str, ...]:
-    """Send the events of a dead letter again, repaired; returns their ids once they are logged. Doing it twice adds nothing.
+    """Send the events of a dead letter again, repaired; returns their ids once they are logged.
 
-    ``repair`` is the name of a rule (:data:`rolltape.ingest.repairs.REPAIRS`) or a function from an event's flat columns to the
-    repaired ones; None sends them as they are (after an upgrade made them readable, say). The rule is recorded in
-    ``dead_letter_redriven``, and what the dead letter had closed opens again.
+    ``repair`` is the name of a rule (:data:`rolltape.ingest.repairs.REPAIRS`) or a function from an event's flat columns
+    to the repaired ones; None sends them as they are (after an upgrade made them readable, say). The rule is recorded
+    in ``dead_letter_redriven``, and what the dead letter had closed opens again. Doing it twice adds nothing.
 
     Raises:
-        ValidationError: no such dead letter or rule, the rule does not apply, or the repaired event still breaks its spec.
+        ValidationError: no such dead letter or rule, the rule does not apply, or the result breaks its spec.
         CodecError: the bytes cannot be read as events.
         ProducerFencedError: another redrive is at work.
         FlushTimeout: not proven logged in time; do it again to complete it.
@@ -145,15 +148,16 @@ def read_payload(letter: DeadLetter) -> list[dict[str, Any]]:
     kind, form = letter.fields["payload_kind"], letter.fields["payload_format"]
     if hashlib.sha256(letter.payload).hexdigest() != letter.fields["payload_sha256"]:
         raise CodecError(
-            f"expected a payload with SHA-256 {letter.fields['payload_sha256']}, got other bytes in dead letter {letter.event_id}"
+            f"expected a payload with SHA-256 {letter.fields['payload_sha256']}, got other bytes in dead letter "
+            f"{letter.event_id}"
         )
     if form == JSON_LINE and kind:
         return [_without_stamps(from_json_line(kind, letter.payload))]
     if form == ARROW_IPC and kind:
         return [_flat(row, kind) for row in decode(letter.payload, kind=kind).to_pylist()]
     raise CodecError(
-        f"expected a payload of events as {ARROW_IPC} or {JSON_LINE}, got {form} of kind {kind!r} in dead letter {letter.event_id}; "
-        "it can only be looked at"
+        f"expected a payload of events as {ARROW_IPC} or {JSON_LINE}, got {form} of kind {kind!r} in dead letter "
+        f"{letter.event_id}; it can only be looked at"
     )
 
 
@@ -180,8 +184,8 @@ def _check(kind: str, events: list[dict[str, Any]], limits: Limits) -> None:
         problems = [*built.refused, *(validate(built.batch, limits) if built.batch.num_rows else ())]
         if problems:
             raise ValidationError(
-                f"expected a repaired {kind} that keeps its spec, got {problems[0].reason} in event {number}: {problems[0].detail}; "
-                "nothing was sent, choose another repair"
+                f"expected a repaired {kind} that keeps its spec, got {problems[0].reason} in event {number}: "
+                f"{problems[0].detail}; nothing was sent, choose another repair"
             )
 
 
@@ -199,8 +203,9 @@ def _send(
     limits: Limits | None,
     timeout_s: float,
 ) -> None:
-    run = {"run_id": letter.run_id, "run_epoch": letter.run_epoch}
-    with Recorder(log, producer_id=PRODUCER_ID, limits=limits, **run) as recorder:
+    with Recorder(
+        log, producer_id=PRODUCER_ID, run_id=letter.run_id, run_epoch=letter.run_epoch, limits=limits
+    ) as recorder:
         # What an earlier try spooled is logged before it is asked what is there already.
         recorder.wait_for_older_epochs(_DRAIN_TIMEOUT_S)
         ids = _replacement_ids(letter, len(events))
@@ -224,8 +229,8 @@ def _send(
 def accept_loss(lake: Lake, lane: Lane, through: int) -> None:
     """Accept that ``lane_seq`` up to ``through`` of a lane that stands still are lost.
 
-    Durable when this returns; the lake's committer turns it into a dead letter that names the range, and the lane goes on. It
-    is asked for in the spool of this machine, so run it where the committer runs.
+    Durable when this returns; the lake's committer turns it into a dead letter that names the range, and the lane goes
+    on. It is asked for in the spool of this machine, so run it where the committer runs.
     """
     folder = lake.spool_path / LOSSES
     make_folder(folder)

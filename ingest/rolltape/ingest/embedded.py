@@ -35,8 +35,8 @@ _REFRESH_BYTES: Final = 1 << 20
 class EmbeddedLog:
     """A lake as event log.
 
-    ``committer``: ``thread`` runs it in this process (and fails if another does), ``external`` never does, ``auto`` does
-    while no other process does, and takes over when that one ends.
+    ``committer``: ``thread`` runs it in this process (and fails if another does), ``external`` never does, ``auto``
+    does while no other process does, and takes over when that one ends.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class EmbeddedLog:
         """The cursor after everything that is committed."""
         return self.lake.cursor()
 
-    def num_partitions(self, topic: str) -> int:
+    def num_partitions(self, topic: str) -> int:  # noqa: ARG002  # other logs have several
         """One partition of each topic."""
         return 1
 
@@ -95,12 +95,16 @@ class EmbeddedLog:
 
     def explain_delay(self, producer_id: str) -> str:
         """Why something may not have been committed in time, for error messages."""
-        gaps = [row["alarm_raised"]["detail"] for row in self.lake.read("alarm_raised").to_pylist()]
-        own = [detail for detail in gaps if detail and detail.startswith(f"lane {producer_id} ")]
+        alarms = self.lake.read("alarm_raised").to_pylist()
+        gaps = [str(row["alarm_raised"]["detail"]) for row in alarms if row["alarm_raised"]["alarm"] == "lane_gap"]
+        own = [detail for detail in gaps if detail.startswith(f"lane {producer_id} ")]
         if own:
             return own[-1]
         if not is_locked(self.lake.spool_path / COMMITTER_LOCK):
-            return f"no committer runs for {self.lake.location}: start one (python -m rolltape.ingest.committer), or open the log with 'auto'"
+            return (
+                f"no committer runs for {self.lake.location}: start one (python -m rolltape.ingest.committer), or open "
+                "the log with 'auto'"
+            )
         return "the committer is behind: look at the disk's speed and free space"
 
     def close(self) -> None:
@@ -155,7 +159,7 @@ class CommitterHost:
                 self._committer = self._try_start(insist=False)
             if self._committer is not None:
                 self._committer.run(self._stop)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  # a thread's error is raised by the next flush
             self._error = error
         finally:
             if self._committer is not None:

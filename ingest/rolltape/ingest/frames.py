@@ -125,6 +125,6 @@ def decode_frame(head: FrameHead, data: pa.Buffer, start: int) -> DecodedFrame:
     topic, partition, key, pairs = _unpack_headers(header)
     value = data.slice(start + head.value_start, head.value_bytes)
     record = Record(
-        topic=cast(Topic, topic), partition=partition, key=key, headers=Headers.from_pairs(pairs), value=value
+        topic=cast("Topic", topic), partition=partition, key=key, headers=Headers.from_pairs(pairs), value=value
     )
     return DecodedFrame(record, head.value_crc, zlib.crc32(memoryview(value)) == head.value_crc)

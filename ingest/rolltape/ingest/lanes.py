@@ -75,6 +75,7 @@ def checked_producer_id(producer_id: str) -> str:
     """
     if not _PRODUCER_ID.fullmatch(producer_id):
         raise ConfigError(
-            f"expected a producer id of 1 to 200 letters, digits, '.', '_', ':' or '-', got {producer_id!r}; rename the producer"
+            f"expected a producer id of 1 to 200 letters, digits, '.', '_', ':' or '-', got {producer_id!r}; "
+            "rename the producer"
         )
     return producer_id

@@ -18,6 +18,7 @@ from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.errors import CommitterFencedError, FlushTimeout, ProducerFencedError
 from rolltape.schema.validate import Limits
+from rolltape.store.tail import split_by_partition
 
 
 class MemoryTarget:
@@ -48,24 +49,13 @@ class MemoryTarget:
 
     def read_event(self, kind: str, event_id: str) -> Mapping[str, Any] | None:
         """The committed event as a row; None if there is none."""
-        for commit in self.commits:
-            for delivery in commit:
-                if delivery.kind == kind:
-                    found = delivery.table.filter(pc.equal(delivery.table["event_id"], event_id)).to_pylist()
-                    if found:
-                        return found[0]
-        return None
+        tables = [delivery.table for commit in self.commits for delivery in commit if delivery.kind == kind]
+        rows = (row for table in tables for row in table.filter(pc.equal(table["event_id"], event_id)).to_pylist())
+        return next(rows, None)
 
 
 def _deliveries(kind: str, table: pa.Table, version: int) -> list[Delivery]:
-    places = table.select(["log_topic", "log_partition"]).group_by(["log_topic", "log_partition"]).aggregate([])
-    parts = []
-    for row in places.to_pylist():
-        partition = Partition(row["log_topic"], row["log_partition"])
-        of_topic = pc.equal(table["log_topic"], partition.topic)
-        rows = table.filter(pc.and_(of_topic, pc.equal(table["log_partition"], partition.partition)))
-        parts.append(_delivery(kind, rows, partition, version))
-    return parts
+    return [_delivery(kind, rows, partition, version) for partition, rows in split_by_partition(table)]
 
 
 def _delivery(kind: str, rows: pa.Table, partition: Partition, version: int) -> Delivery:
@@ -119,7 +109,7 @@ class MemoryLog:
                     ends[part.partition] = max(part.last_offset + 1, ends.get(part.partition, 0))
             return Cursor(ends)
 
-    def num_partitions(self, topic: str) -> int:
+    def num_partitions(self, topic: str) -> int:  # noqa: ARG002  # other logs have several
         """One partition of each topic."""
         return 1
 

@@ -1,8 +1,8 @@
 """The recorder: the only way in which events are made.
 
 It numbers, stamps and validates events, spools them as records of the log, and slows its caller down where the log
-does not keep up. Events are handed over one at a time or, much cheaper, as columns of many trajectories' events at once.
-A row that breaks its spec becomes a dead letter in its place; the others go on.
+does not keep up. Events are handed over one at a time or, much cheaper, as columns of many trajectories' events at
+once. A row that breaks its spec becomes a dead letter in its place; the others go on.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Recorder:
     def record(self, kind: str, **fields: Any) -> str:
         """Record one event of flat fields and return its id.
 
-        An event that breaks its spec becomes a dead letter with this id as its ``source_event_id``, is logged as a warning and counted
-        in :attr:`num_refused`.
+        An event that breaks its spec becomes a dead letter with this id as its ``source_event_id``, is logged as a
+        warning and counted in :attr:`num_refused`.
 
         Raises:
             UnknownKindError, ValidationError: no such kind or field.
@@ -125,12 +125,14 @@ class Recorder:
         return self.record_batch(kind, {name: [value] for name, value in fields.items()}, 1).event_ids[0]
 
     def record_batch(self, kind: str, columns: Mapping[str, Any], num_rows: int | None = None) -> Receipt:
-        """Record events of one kind, given as flat columns (lists, NumPy or Arrow arrays; a plain value stands for all).
+        """Record events of one kind, given as flat columns.
 
-        ``event_id``, ``event_index`` and ``recorded_at`` may be given (importers do); else ids are minted and indexes assigned.
+        A column is a list, a NumPy or an Arrow array, or a plain value that stands for all rows. ``event_id``,
+        ``event_index`` and ``recorded_at`` may be given (importers do); else ids are minted and indexes assigned.
 
         Raises:
-            UnknownKindError, ValidationError: no such kind or column, or columns of different lengths. Nothing is recorded.
+            UnknownKindError, ValidationError: no such kind or column, or columns of different lengths; nothing is
+                recorded.
             BackpressureTimeout: the log did not take what is spooled in time.
             StorageFullError: no room in the spool for as long. In both cases the events are kept in memory and go
                 first at the next call or flush; they must not be recorded again.
@@ -179,7 +181,7 @@ class Recorder:
         return Receipt(event_ids=event_ids, refused=refused_rows)
 
     def _stamps(self, topic: str, num_rows: int) -> dict[str, Any]:
-        """What the recorder alone fills. The lane numbers are right if no row is refused and the topic has one partition."""
+        """What the recorder alone fills; lane numbers are right if no row is refused and there is one partition."""
         first = self._next_seq.get(Partition(topic, 0), 0)
         return {
             "run_id": self._run_id,
@@ -280,8 +282,9 @@ class Recorder:
             if time.monotonic() >= deadline:
                 raise BackpressureTimeout(
                     f"expected the log to take what is spooled within {self._backpressure_timeout_s} s, got "
-                    f"{self._producer.unacknowledged_bytes} bytes that it does not have (limit {self._max_unacknowledged_bytes}); "
-                    f"{len(self._outbox)} records wait in memory and go first at the next call or flush"
+                    f"{self._producer.unacknowledged_bytes} bytes that it does not have (limit "
+                    f"{self._max_unacknowledged_bytes}); {len(self._outbox)} records wait in memory and go first at "
+                    "the next call or flush"
                 )
             time.sleep(_RETRY_S)
 

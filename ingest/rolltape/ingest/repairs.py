@@ -25,8 +25,8 @@ def _stop_token_ids(event: Mapping[str, Any]) -> list[int]:
     known = (event.get("sampling") or {}).get("stop_token_ids") or []
     if event.get("finish_reason") != "stop" or not known:
         raise ValidationError(
-            f"expected finish_reason 'stop' and known stop_token_ids, got {event.get('finish_reason')!r} and {known}: whether the odd "
-            "item is the stop token cannot be told; this rule does not apply"
+            f"expected finish_reason 'stop' and known stop_token_ids, got {event.get('finish_reason')!r} and {known}: "
+            "whether the odd item is the stop token cannot be told; this rule does not apply"
         )
     return list(known)
 
@@ -41,18 +41,19 @@ def drop_trailing_stop_log_prob(event: dict[str, Any]) -> dict[str, Any]:
     stop_token_ids = _stop_token_ids(event)
     if num_log_probs != num_ids + 1:
         raise ValidationError(
-            f"expected one log-prob more than ids, got {num_log_probs} log-probs and {num_ids} ids; this rule does not apply"
+            f"expected one log-prob more than ids, got {num_log_probs} log-probs and {num_ids} ids; this rule does not "
+            "apply"
         )
     if num_ids and event["token_ids"][-1] in stop_token_ids:
         raise ValidationError(
-            f"expected ids without the stop token, got {event['token_ids'][-1]} at their end: the extra log-prob is not the stop "
-            "token's; this rule does not apply"
+            f"expected ids without the stop token, got {event['token_ids'][-1]} at their end: the extra log-prob is "
+            "not the stop token's; this rule does not apply"
         )
     return {**event, "rollout_log_probs": event["rollout_log_probs"][:-1]}
 
 
 def null_missing_stop_log_prob(event: dict[str, Any]) -> dict[str, Any]:
-    """The stop token is among the ids and its log-prob is missing (case D4, the reverse): its log-prob is null, so untrusted.
+    """The stop token is among the ids and its log-prob is missing (case D4, the reverse): null, so untrusted.
 
     Raises:
         ValidationError: there is not exactly one log-prob too few, or the last id is no stop token.
@@ -61,8 +62,8 @@ def null_missing_stop_log_prob(event: dict[str, Any]) -> dict[str, Any]:
     stop_token_ids = _stop_token_ids(event)
     if num_log_probs != num_ids - 1 or event["token_ids"][-1] not in stop_token_ids:
         raise ValidationError(
-            f"expected one log-prob less than ids and a stop token at their end, got {num_log_probs} log-probs and {num_ids} ids; "
-            "this rule does not apply"
+            f"expected one log-prob less than ids and a stop token at their end, got {num_log_probs} log-probs and "
+            f"{num_ids} ids; this rule does not apply"
         )
     return {**event, "rollout_log_probs": [*event["rollout_log_probs"], None]}
 

@@ -20,7 +20,7 @@ def partition_of(key: str, num_partitions: int) -> int:
 
 
 def rows_by_partition(batch: pa.RecordBatch, topic: str, num_partitions: int) -> dict[int, npt.NDArray[np.int64]]:
-    """Row numbers of each partition that the rows' keys name, in order: the group, else the trajectory, else the run."""
+    """Row numbers of each partition that the rows' keys name: the group, else the trajectory, else the run."""
     names = ("group_id", "trajectory_id", "run_id") if topic == "rollout" else ("run_id",)
     keys = pc.coalesce(*(batch.column(name) for name in names)).to_pylist()
     numbers = np.array([partition_of(key or "", num_partitions) for key in keys])

@@ -40,8 +40,8 @@ _sync_data = getattr(os, "fdatasync", os.fsync)
 def _spool_error(error: OSError, path: Path) -> Exception:
     if error.errno in _FULL:
         return StorageFullError(
-            f"expected room for a frame in {path}, got {error.strerror}: the record was not taken and may be sent again; "
-            "free space on this disk"
+            f"expected room for a frame in {path}, got {error.strerror}: the record was not taken and may be sent "
+            "again; free space on this disk"
         )
     if error.errno in _READ_ONLY:
         return StoreError(
@@ -114,8 +114,8 @@ class SpoolWriter:
         owner = FileLock.acquire(self._producer_folder / LOCK, wait_s=0.25)
         if owner is None:
             raise ProducerFencedError(
-                f"expected to be the only writer of producer {self.producer_id!r}, got a lock held by another live one at "
-                f"{self._producer_folder}; end it, or give this one another producer id"
+                f"expected to be the only writer of producer {self.producer_id!r}, got a lock held by another live one "
+                f"at {self._producer_folder}; end it, or give this one another producer id"
             )
         return owner
 
