@@ -49,7 +49,7 @@ BATCH_MEMBERS = View(
     doc="Members of every batch, in the order in which they are trained (place counts from 0).",
     select="""
         SELECT
-            run_id, run_epoch, trainer_id, batch_id, step, is_completed, num_completions, place,
+            run_id, run_epoch, trainer_id, batch_id, step, event_id, is_completed, num_completions, place,
             m.trajectory_id AS trajectory_id, m.attempt AS attempt, m.group_id AS group_id,
             m.group_ordinal AS group_ordinal, m.member AS member, m.last_event_index AS last_event_index,
             m.reward AS reward, coalesce(m.is_padding, FALSE) AS is_padding,
@@ -60,7 +60,7 @@ BATCH_MEMBERS = View(
             m.teacher_event_ids AS teacher_event_ids, m.mask_event_ids AS mask_event_ids
         FROM (
             SELECT
-                run_id, run_epoch, trainer_id, batch_id, step, is_completed, num_completions,
+                run_id, run_epoch, trainer_id, batch_id, step, event_id, is_completed, num_completions,
                 (generate_subscripts(members, 1) - 1)::INTEGER AS place, unnest(members) AS m
             FROM batches
         )
