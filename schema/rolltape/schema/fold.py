@@ -3,15 +3,16 @@
 >>> fold({}).trajectories.num_rows
 0
 
-The result is a function of the *set* of events: duplicates, order, files and clocks do not show in it. What it says of a
-trajectory depends on the events of that trajectory alone (beside the few of its run, and of the weights that were
-aborted), so a fold over a part of the tape agrees with a fold over all of it.
+The result is a function of the *set* of events: duplicates, order, files and clocks do not show in it. What it says
+of a trajectory depends on the events of that trajectory alone (beside the few of its run, and of the weights that
+were aborted), so a fold over a part of the tape agrees with a fold over all of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -20,7 +21,6 @@ import pyarrow as pa
 from rolltape.schema.fold_assemble import assemble
 from rolltape.schema.fold_digests import content_digests_of, segment_digests
 from rolltape.schema.fold_inputs import KEYED_KINDS, Keys, KindRows, read_inputs
-from rolltape.schema.fold_ranges import Ints
 from rolltape.schema.fold_schema import SEGMENT_SCHEMA, TRAJECTORY_SCHEMA
 
 __all__ = [
@@ -73,7 +73,7 @@ def _shards(keys: Keys, kinds: dict[str, KindRows]) -> list[tuple[Keys, dict[str
     num_shards = min(-(-total // _MAX_VALUES) * 2, int(keys.trajectory[-1]) + 1)
     edges = np.linspace(0, int(keys.trajectory[-1]) + 1, num_shards + 1).astype(np.int64)
     bounds = np.searchsorted(keys.trajectory, edges)
-    return [_part(keys, kinds, int(low), int(high)) for low, high in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [_part(keys, kinds, int(low), int(high)) for low, high in pairwise(bounds)]
 
 
 def _part(keys: Keys, kinds: dict[str, KindRows], low: int, high: int) -> tuple[Keys, dict[str, KindRows]]:

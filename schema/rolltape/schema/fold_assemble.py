@@ -51,6 +51,8 @@ from rolltape.schema.fold_schema import (
 from rolltape.schema.fold_timeline import END, REWRITE, Coverage, Timeline, cover, order_events
 from rolltape.schema.fold_tokens import (
     LogProbs,
+    Sampled,
+    count_untrusted,
     flat_ids,
     flat_log_probs,
     flat_versions,
@@ -61,7 +63,6 @@ from rolltape.schema.fold_tokens import (
     support_is_known,
 )
 from rolltape.schema.fold_versions import Shared, Versions, judge_versions, sampling_values
-from rolltape.schema.trust import trusted_log_probs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class Tokens:
 
     ids: Array
     log_probs: LogProbs
-    sampled: Bools
+    sampled: Sampled
     observed: Bools
     trained: Bools
     versions: Ints
@@ -172,7 +173,7 @@ def _trajectory_table(parts: Parts, identity: Mapping[str, pa.Array]) -> pa.Tabl
     counts = count_by(layout.key, num_keys)
     token_key = layout.events.key
     first, last = log_offsets(parts.kinds, num_keys)
-    untrusted = _untrusted(parts)
+    untrusted = count_untrusted(layout, tokens.log_probs, tokens.sampled, num_keys)
     rewards = parts.rewards
     earned = rewards.state == REWARD_STATES.index(EARNED)
     columns = {
@@ -189,7 +190,7 @@ def _trajectory_table(parts: Parts, identity: Mapping[str, pa.Array]) -> pa.Tabl
         "missing_event_indexes": _missing(coverage, num_keys),
         "num_segments": _int32(counts),
         "num_prompt_tokens": _int32(_first_contexts(parts)),
-        "num_action_tokens": pa.array(_count_tokens(layout, tokens.sampled, token_key, num_keys)),
+        "num_action_tokens": pa.array(sum_by(token_key, tokens.sampled.counts, num_keys)),
         "num_observation_tokens": pa.array(
             sum_by(token_key, np.where(layout.is_action, 0, layout.length), num_keys),
         ),
@@ -245,22 +246,6 @@ def _first_contexts(parts: Parts) -> Ints:
     first = parts.layout.index == 0
     lengths[parts.layout.key[first]] = parts.contexts.lengths[first]
     return lengths
-
-
-def _count_tokens(layout: Layout, chosen: Bools, token_key: Ints, num_keys: int) -> Ints:
-    """Chosen tokens of each attempt."""
-    if chosen.all():
-        return sum_by(token_key, layout.length, num_keys)
-    before = np.concatenate([[0], np.cumsum(chosen)])
-    return sum_by(token_key, before[layout.start + layout.length] - before[layout.start], num_keys)
-
-
-def _untrusted(parts: Parts) -> Ints:
-    tokens, layout = parts.tokens, parts.layout
-    trusted = trusted_log_probs(tokens.log_probs.values, tokens.log_probs.valid)
-    if trusted.all():
-        return np.zeros(parts.keys.num_keys, np.int64)
-    return _count_tokens(layout, tokens.sampled & ~trusted, layout.events.key, parts.keys.num_keys)
 
 
 def _tito(parts: Parts) -> tuple[pa.Array, pa.Array, pa.Array, Bools, Bools]:
@@ -344,14 +329,15 @@ def _has_ids(rows: KindRows) -> Bools:
     if not lists.values.null_count:
         return lists.valid
     nulls = np.concatenate([[0], np.cumsum(~valid_of(lists.values))])
-    return lists.valid & (nulls[lists.starts + lists.lengths] == nulls[lists.starts])
+    complete: Bools = lists.valid & (nulls[lists.starts + lists.lengths] == nulls[lists.starts])
+    return complete
 
 
 def _without_support(parts: Parts) -> Bools:
     actions, layout = parts.kinds["action_sampled"], parts.layout
     if not actions.num_rows:
         return np.zeros(parts.keys.num_keys, np.bool_)
-    acts = layout.is_action & (layout.length > 0)
+    acts = parts.tokens.sampled.counts > 0
     unknown = np.zeros(len(acts), np.bool_)
     unknown[acts] = ~support_is_known(actions)[layout.events.row[acts]]
     return _any(parts, unknown)
@@ -366,7 +352,7 @@ def _check_sums_differ(parts: Parts, end: Mapping[str, pa.Array]) -> Bools:
         (ints_of(end["event_index"]), parts.coverage.last),
         (ints_of(end["last_event_index"]), parts.coverage.last),
     )
-    differ = np.zeros(parts.keys.num_keys, np.bool_)
+    differ: Bools = np.zeros(parts.keys.num_keys, np.bool_)
     for told, found in pairs:
         differ |= (told >= 0) & (told != found)
     return differ

@@ -1,4 +1,4 @@
-"""Content digests of what a batch member is trained from (design §7): the one definition for trainer, replay and verify."""
+"""Content digests of what a batch member is trained from (design §7): one definition for trainer, replay, verify."""
 
 from __future__ import annotations
 

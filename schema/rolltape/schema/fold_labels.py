@@ -1,4 +1,4 @@
-"""Labels of attempts: rewards that nothing supersedes, and masks that keep tokens out of the loss (design §4, label plane)."""
+"""Labels of attempts: rewards that nothing supersedes, masks that keep tokens out of the loss (design §4, label)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rolltape.schema.fold_ranges import (
     Array,
     Bools,
     Ints,
-    bools_of,
     count_by,
     exclusive_cumsum,
     ints_of,
@@ -162,7 +161,7 @@ def _token_rewards(
 
 
 def _worse(state: int, other: int) -> int:
-    """conflict before invalid before missing before earned before not judged."""
+    """The worse of two states: conflict, invalid, missing, earned, not judged."""
     return max(state, other)
 
 
@@ -187,7 +186,7 @@ def event_ids_by_key(ids: pa.Array, key: Ints, num_keys: int) -> pa.Array:
 
 
 class Masks(NamedTuple):
-    """``masked`` ``[N]``: tokens out of the loss (None: none is). ``unresolved`` ``[K]``: a mask names no known action."""
+    """``masked`` ``[N]``: tokens out of the loss (None: none). ``unresolved`` ``[K]``: a mask names no known action."""
 
     masked: Bools | None
     event_ids: pa.Array

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.schema.fold_inputs import KindRows
@@ -68,7 +67,8 @@ class Layout:
     @property
     def is_action(self) -> Bools:
         """Which token events are actions."""
-        return self.events.kind == ACTION
+        is_action: Bools = self.events.kind == ACTION
+        return is_action
 
     @property
     def num_tokens(self) -> int:
@@ -232,8 +232,3 @@ def _imply(layout: Layout, pool: list[Array], begin: Ints, length: Ints, known: 
         begin[segment], length[segment] = size, len(context)
         size += len(context)
         pool.append(context)
-
-
-def context_array(contexts: Contexts) -> tuple[pa.Array, Ints, Bools]:
-    """Values, bounds and validity of the contexts, for a list column."""
-    return pa.array(contexts.values, pa.int32()), contexts.bounds, contexts.known

@@ -133,13 +133,26 @@ def copy_ranges(target: Array, target_starts: Ints, source: Array, source_starts
         target[to : to + length] = source[at : at + length]
 
 
-def fill_ranges(target: Array, starts: Ints, lengths: Ints, values: Array) -> None:
-    """Set each range of ``target`` to its value; where ranges overlap the later wins."""
-    if is_contiguous(starts, lengths):
-        at = first_start(starts, lengths)
-        target[at : at + int(lengths.sum())] = np.repeat(values, lengths)
-        return
-    target[expand_ranges(starts, lengths)] = np.repeat(values, lengths)
+def spread_ranges(starts: Ints, lengths: Ints, values: Array, size: int, default: int) -> Array:
+    """An array of ``size`` in which each range has its value, and ``default`` lies between; a later range wins.
+
+    >>> spread_ranges(np.array([1, 3]), np.array([2, 1]), np.array([7, 8]), 5, -1).tolist()
+    [-1, 7, 7, 8, -1]
+    """
+    ends = starts + lengths
+    gaps = np.diff(starts, append=size)
+    gaps -= lengths
+    lead = int(starts[0]) if len(starts) else size
+    if (gaps >= 0).all():
+        steps = np.stack([lengths, gaps], axis=1).ravel()
+        spread = np.stack([values, np.full(len(values), default, values.dtype)], axis=1).ravel()
+        if not gaps.any():
+            spread, steps = values, lengths
+        return np.repeat(np.append(np.array(default, values.dtype), spread), np.append(lead, steps))
+    target = np.full(size, default, values.dtype)
+    for start, end, value in zip(starts.tolist(), ends.tolist(), values.tolist(), strict=True):
+        target[start:end] = value
+    return target
 
 
 def sum_by(groups: Ints, values: Array, num_groups: int) -> Ints:
@@ -160,9 +173,9 @@ def bool_array(values: Bools) -> pa.Array:
     return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(packed)])
 
 
-def nullable_array(values: Array, valid: Bools, type_: pa.DataType) -> pa.Array:
-    """A primitive array over ``values`` with the validity ``valid``; the buffer under nulls is kept as it is."""
-    if valid.all():
+def nullable_array(values: Array, valid: Bools | None, type_: pa.DataType) -> pa.Array:
+    """A primitive array over ``values``, null where ``valid`` is false; the buffer under nulls is kept as it is."""
+    if valid is None or valid.all():
         return pa.Array.from_buffers(type_, len(values), [None, pa.py_buffer(values)])
     bits = pa.py_buffer(np.packbits(valid, bitorder="little"))
     return pa.Array.from_buffers(type_, len(values), [bits, pa.py_buffer(values)])
@@ -195,7 +208,7 @@ def take_or_null(array: pa.Array, rows: Ints) -> pa.Array:
 
 
 def reduce_by(ufunc: np.ufunc, groups: Ints, values: Array, num_groups: int, default: int) -> Ints:
-    """``ufunc.reduce`` of ``values`` for each group number; ``groups`` ascend; groups without entries get ``default``."""
+    """``ufunc.reduce`` of ``values`` for each group number (ascending); groups without entries get ``default``."""
     reduced = np.full(num_groups, default, np.int64)
     if len(groups):
         firsts = np.flatnonzero(np.diff(groups, prepend=-1))

@@ -6,6 +6,7 @@ Where the token events lie on the tape in the order of the fold, the arrays are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import pyarrow as pa
@@ -21,25 +22,29 @@ from rolltape.schema.fold_ranges import (
     Lists,
     bools_of,
     copy_ranges,
+    count_by,
     expand_ranges,
-    fill_ranges,
     first_start,
     floats_of,
     ints_of,
     is_contiguous,
     lists_of,
     nullable_array,
+    spread_ranges,
     valid_of,
 )
 from rolltape.schema.fold_schema import UNKNOWN_VERSION
+from rolltape.schema.trust import trusted_log_probs
+
+_BLOCK: Final = 1 << 16  # log-probs that fit the processor's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogProbs:
-    """float32 log-probs; ``valid`` is false where the tape has none, and the value there is 0.0."""
+    """float32 log-probs ``[N]``; ``valid`` is false where the tape has none, and the value there is 0.0 (None: all)."""
 
     values: Array
-    valid: Bools
+    valid: Bools | None
 
     def array(self) -> pa.Array:
         """As an Arrow array with nulls."""
@@ -62,7 +67,7 @@ class VersionRuns:
 
 
 def flat_ids(layout: Layout, actions: Lists, observations: Lists) -> Array:
-    """int32 ``[N]``: ids of all token events."""
+    """Int32 ``[N]``: ids of all token events."""
     is_action = layout.is_action
     rows = layout.events.row
     if is_action.all():
@@ -77,64 +82,74 @@ def flat_ids(layout: Layout, actions: Lists, observations: Lists) -> Array:
     return ids
 
 
-def sampled_tokens(layout: Layout, actions: KindRows) -> Bools:
-    """bool ``[N]``: tokens that the policy sampled, as opposed to observed or injected ones."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Tokens that the policy sampled, as opposed to observed or injected ones.
+
+    ``mask`` is ``[N]``, ``counts`` ``[P]`` says how many each token event has. ``whole`` says that every token of every
+    action is sampled, ``everything`` that there are no other tokens.
+    """
+
+    mask: Bools
+    counts: Ints
+    whole: bool
+    everything: bool
+
+
+def sampled_tokens(layout: Layout, actions: KindRows) -> Sampled:
+    """Which tokens the policy sampled: all of an action, or where its origin is declared only the runs called so."""
     is_action = layout.is_action
-    sampled = np.ones(layout.num_tokens, np.bool_)
-    if not is_action.all():
-        sampled = np.repeat(is_action, layout.length)
-    if not actions.num_rows:
-        return sampled
+    mask = np.repeat(is_action, layout.length)
+    counts = np.where(is_action, layout.length, 0)
     runs = lists_of(actions.field("origin_runs"))
-    if not runs.lengths.any():
-        return sampled
-    for event in np.flatnonzero(is_action & (runs.lengths[layout.events.row] > 0 if is_action.all() else is_action)):
+    declared = np.flatnonzero(is_action)
+    declared = declared[runs.lengths[layout.events.row[declared]] > 0]
+    for event in declared.tolist():
         row = int(layout.events.row[event])
-        if runs.lengths[row]:
-            _apply_origin(sampled, layout, int(event), runs.values.slice(int(runs.starts[row]), int(runs.lengths[row])))
-    return sampled
+        begin, length = int(layout.start[event]), int(layout.length[event])
+        own = _sampled_of(runs.values.slice(int(runs.starts[row]), int(runs.lengths[row])), length)
+        mask[begin : begin + length] = own
+        counts[event] = int(own.sum())
+    whole = not len(declared) or bool((counts == layout.length)[is_action].all())
+    return Sampled(mask=mask, counts=counts, whole=whole, everything=whole and bool(is_action.all()))
 
 
-def _apply_origin(sampled: Bools, layout: Layout, event: int, runs: pa.Array) -> None:
-    """Of an action with declared origins only the runs called ``sampled`` are the policy's."""
-    begin, length = int(layout.start[event]), int(layout.length[event])
-    sampled[begin : begin + length] = False
+def _sampled_of(runs: pa.Array, length: int) -> Bools:
+    """Tokens of one action that lie in a run whose origin is ``sampled``."""
+    own = np.zeros(length, np.bool_)
     for run in runs.to_pylist():
         if run is not None and run["origin"] == "sampled":
             low = min(max(run["start"] or 0, 0), length)
-            sampled[begin + low : begin + min(length, low + max(run["length"] or 0, 0))] = True
+            own[low : low + max(run["length"] or 0, 0)] = True
+    return own
 
 
-def flat_log_probs(layout: Layout, actions: KindRows, ids: Lists, sampled: Bools) -> tuple[LogProbs, Bools]:
+def flat_log_probs(layout: Layout, actions: KindRows, ids: Lists, sampled: Sampled) -> tuple[LogProbs, Bools]:
     """Log-probs ``[N]`` of the sampled tokens, and which token events have none although they sampled some.
 
     A list whose length is not that of the ids says nothing about any token: it counts as absent.
     """
-    is_action = layout.is_action
-    rows = layout.events.row
+    events = np.flatnonzero(layout.is_action & (layout.length > 0))
+    rows = layout.events.row[events]
     lists = lists_of(actions.column("rollout_log_probs"))
-    usable = np.zeros(len(rows), np.bool_)
-    usable[is_action] = (lists.valid & (lists.lengths == ids.lengths))[rows[is_action]]
-    filled = layout.length > 0
-    begin = np.zeros(len(rows), np.int64)
-    begin[is_action] = lists.starts[rows[is_action]]
-    whole = bool((usable | ~filled).all()) and bool(sampled.all()) and is_contiguous(begin, layout.length)
-    if whole:
-        found = lists.values.slice(first_start(begin, layout.length), layout.num_tokens)
-        return LogProbs(values=_sanitised(found), valid=valid_of(found)), np.zeros(len(rows), np.bool_)
-    values, valid = np.zeros(layout.num_tokens, np.float32), np.zeros(layout.num_tokens, np.bool_)
-    chosen = usable & filled
-    place = (layout.start[chosen], begin[chosen], layout.length[chosen])
-    copy_ranges(values, place[0], _sanitised(lists.values), place[1], place[2])
-    copy_ranges(valid, place[0], valid_of(lists.values), place[1], place[2])
-    valid &= sampled
+    usable = (lists.valid & (lists.lengths == ids.lengths))[rows]
+    absent = np.zeros(len(layout.length), np.bool_)
+    absent[events[~usable]] = sampled.counts[events[~usable]] > 0
+    begin, length = lists.starts[rows], layout.length[events]
+    if sampled.everything and usable.all() and is_contiguous(begin, length):
+        found = lists.values.slice(first_start(begin, length), layout.num_tokens)
+        return LogProbs(values=floats_of(found), valid=valid_of(found) if found.null_count else None), absent
+    values = np.zeros(layout.num_tokens, np.float32)
+    start, begin, length = layout.start[events[usable]], begin[usable], length[usable]
+    copy_ranges(values, start, floats_of(lists.values), begin, length)
+    complete = usable.all() and not lists.values.null_count
+    if complete and sampled.whole:
+        return LogProbs(values=values, valid=None if sampled.everything else sampled.mask), absent
+    valid = np.zeros(layout.num_tokens, np.bool_)
+    copy_ranges(valid, start, valid_of(lists.values), begin, length)
+    valid &= sampled.mask
     values[~valid] = 0.0
-    return LogProbs(values=values, valid=valid), is_action & filled & ~usable
-
-
-def _sanitised(values: pa.Array) -> Array:
-    """float32 values with 0.0 under every null; NaN and infinities stay as they are."""
-    return floats_of(values)
+    return LogProbs(values=values, valid=valid), absent
 
 
 def read_version_runs(layout: Layout, actions: KindRows) -> VersionRuns:
@@ -163,33 +178,40 @@ def read_version_runs(layout: Layout, actions: KindRows) -> VersionRuns:
     )
 
 
-def flat_versions(layout: Layout, runs: VersionRuns, sampled: Bools) -> Ints:
-    """int64 ``[N]``: policy version of each sampled token, :data:`UNKNOWN_VERSION` elsewhere."""
-    if is_contiguous(runs.start, runs.length) and int(runs.length.sum()) == layout.num_tokens:
-        versions: Ints = np.repeat(runs.version, runs.length)
-    else:
-        versions = np.full(layout.num_tokens, UNKNOWN_VERSION, np.int64)
-        fill_ranges(versions, runs.start, runs.length, runs.version)
-    if not sampled.all():
-        versions[~sampled] = UNKNOWN_VERSION
+def flat_versions(layout: Layout, runs: VersionRuns, sampled: Sampled) -> Ints:
+    """Int64 ``[N]``: policy version of each sampled token, :data:`UNKNOWN_VERSION` elsewhere."""
+    versions: Ints = spread_ranges(runs.start, runs.length, runs.version, layout.num_tokens, UNKNOWN_VERSION)
+    if not sampled.whole:
+        versions[~sampled.mask] = UNKNOWN_VERSION
     return versions
 
 
 def observation_tokens(layout: Layout) -> Bools:
-    """bool ``[N]``: tokens of observations."""
-    is_action = layout.is_action
-    if is_action.all():
-        return np.zeros(layout.num_tokens, np.bool_)
-    observed: Bools = np.repeat(~is_action, layout.length)
+    """Bool ``[N]``: tokens of observations."""
+    observed: Bools = np.repeat(~layout.is_action, layout.length)
     return observed
 
 
-def owned_tokens(layout: Layout, sampled: Bools) -> Bools:
-    """bool ``[N]``: sampled tokens that belong to the attempt that shows them."""
+def owned_tokens(layout: Layout, sampled: Sampled) -> Bools:
+    """Bool ``[N]``: sampled tokens that belong to the attempt that shows them."""
     if layout.events.owned.all():
-        return sampled
-    owned: Bools = sampled & np.repeat(layout.events.owned, layout.length)
+        return sampled.mask
+    owned: Bools = sampled.mask & np.repeat(layout.events.owned, layout.length)
     return owned
+
+
+def count_untrusted(layout: Layout, log_probs: LogProbs, sampled: Sampled, num_keys: int) -> Ints:
+    """Sampled tokens of each attempt whose log-prob may not be trusted."""
+    counts = np.zeros(num_keys, np.int64)
+    for low in range(0, layout.num_tokens, _BLOCK):
+        block = slice(low, low + _BLOCK)
+        valid = None if log_probs.valid is None else log_probs.valid[block]
+        trusted = trusted_log_probs(log_probs.values[block], valid)
+        if not trusted.all():
+            places = low + np.flatnonzero(sampled.mask[block] & ~trusted)
+            events = np.searchsorted(layout.start, places, side="right") - 1
+            counts += count_by(layout.events.key[events], num_keys)
+    return counts
 
 
 def support_is_known(actions: KindRows) -> Bools:

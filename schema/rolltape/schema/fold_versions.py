@@ -12,7 +12,7 @@ from rolltape.schema.fold_inputs import Keys, KindRows
 from rolltape.schema.fold_layout import Layout
 from rolltape.schema.fold_ranges import Bools, Ints, ints_of, reduce_by, single, take_or_null
 from rolltape.schema.fold_schema import UNKNOWN_VERSION
-from rolltape.schema.fold_tokens import VersionRuns
+from rolltape.schema.fold_tokens import Sampled, VersionRuns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +55,18 @@ def shared_value(values: pa.Array, key: Ints, num_keys: int) -> Shared:
 
 
 def _differs(codes: Ints, key: Ints, num_keys: int) -> Bools:
-    return reduce_by(np.minimum, key, codes, num_keys, -2) != reduce_by(np.maximum, key, codes, num_keys, -2)
+    low, high = (reduce_by(ufunc, key, codes, num_keys, -2) for ufunc in (np.minimum, np.maximum))
+    differs: Bools = low != high
+    return differs
 
 
 def judge_versions(
-    layout: Layout, runs: VersionRuns, flat: Ints, sampled: Bools, keys: Keys, aborted: pa.Table | None
+    layout: Layout, runs: VersionRuns, flat: Ints, sampled: Sampled, keys: Keys, aborted: pa.Table | None
 ) -> Versions:
     """Oldest and newest version of the sampled tokens of each attempt, and which have tokens of unknown ones."""
     num_keys = keys.num_keys
     run_key = layout.events.key[runs.action]
-    covers = _covers(layout, runs, sampled)
+    covers = _covers(runs, sampled)
     if covers:
         oldest = reduce_by(np.minimum, run_key, runs.version, num_keys, UNKNOWN_VERSION)
         newest = reduce_by(np.maximum, run_key, runs.version, num_keys, UNKNOWN_VERSION)
@@ -80,21 +82,20 @@ def judge_versions(
     )
 
 
-def _covers(layout: Layout, runs: VersionRuns, sampled: Bools) -> bool:
-    """Whether the runs give every token a known version, each exactly once: then runs say all that tokens would."""
-    if not sampled.all() or int(runs.length.sum()) != layout.num_tokens or (runs.version < 0).any():
+def _covers(runs: VersionRuns, sampled: Sampled) -> bool:
+    """Whether the runs give every action token a known version, each exactly once: then runs say all that tokens do."""
+    if not sampled.whole or (runs.version < 0).any() or int(runs.length.sum()) != int(sampled.counts.sum()):
         return False
-    ends = runs.start + runs.length
-    return bool(np.array_equal(runs.start[1:], ends[:-1]))
+    return bool((runs.start[1:] >= runs.start[:-1] + runs.length[:-1]).all())
 
 
-def _by_token(layout: Layout, flat: Ints, sampled: Bools, num_keys: int) -> tuple[Ints, Ints, Bools]:
+def _by_token(layout: Layout, flat: Ints, sampled: Sampled, num_keys: int) -> tuple[Ints, Ints, Bools]:
     key = np.repeat(layout.events.key, layout.length)
-    known = sampled & (flat >= 0)
+    known = sampled.mask & (flat >= 0)
     oldest = reduce_by(np.minimum, key[known], flat[known], num_keys, UNKNOWN_VERSION)
     newest = reduce_by(np.maximum, key[known], flat[known], num_keys, UNKNOWN_VERSION)
     unknown = np.zeros(num_keys, np.bool_)
-    unknown[key[sampled & (flat < 0)]] = True
+    unknown[key[sampled.mask & (flat < 0)]] = True
     return oldest, newest, unknown
 
 
@@ -115,13 +116,9 @@ def _uses_aborted(runs: VersionRuns, run_key: Ints, keys: Keys, aborted: pa.Tabl
     return used
 
 
-def sampling_values(layout: Layout, actions: KindRows, sampled: Bools, name: str, num_keys: int) -> Shared:
+def sampling_values(layout: Layout, actions: KindRows, sampled: Sampled, name: str, num_keys: int) -> Shared:
     """A field of the sampling configuration that all actions with sampled tokens should share."""
-    events = np.flatnonzero(layout.is_action & (layout.length > 0))
-    if not sampled.all():
-        before = np.concatenate([[0], np.cumsum(sampled)])
-        begin = layout.start[events]
-        events = events[before[begin + layout.length[events]] > before[begin]]
+    events = np.flatnonzero(sampled.counts > 0)
     sampling = actions.field("sampling")
     values = pc.struct_field(sampling, [sampling.type.get_field_index(name)])
     return shared_value(values.take(pa.array(layout.events.row[events])), layout.events.key[events], num_keys)
