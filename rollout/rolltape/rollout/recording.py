@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rolltape.rollout.engine import EngineInfo, GenerationBatch, PolicyVersion, SamplingConfig
+from rolltape.rollout.engine import EngineInfo, GenerationBatch, Int32, PolicyVersion, SamplingConfig
 from rolltape.schema.columns import FLOAT32, INT32, list_of
 from rolltape.schema.kinds import KINDS
 from rolltape.schema.kinds.rollout import SAMPLING_TYPE, VERSION_RUNS_TYPE
@@ -49,12 +49,17 @@ class RolloutBatch:
 
     def select(self, rows: Rows) -> RolloutBatch:
         """Some of the rollouts, by index."""
-        fields = {
-            field.name: [getattr(self, field.name)[row] for row in rows.tolist()]
-            for field in dataclasses.fields(self)
-            if field.name not in ("purpose", "step", "group_size")
-        }
-        return dataclasses.replace(self, **fields)
+        chosen = rows.tolist()
+        return dataclasses.replace(
+            self,
+            trajectory_ids=[self.trajectory_ids[row] for row in chosen],
+            attempts=[self.attempts[row] for row in chosen],
+            group_ids=[self.group_ids[row] for row in chosen],
+            problem_ids=[self.problem_ids[row] for row in chosen],
+            group_ordinals=[self.group_ordinals[row] for row in chosen],
+            members=[self.members[row] for row in chosen],
+            seeds=[self.seeds[row] for row in chosen],
+        )
 
     @property
     def identity(self) -> Columns:
@@ -90,7 +95,7 @@ def dispatched(batch: RolloutBatch, *, worker_id: str, lease_s: float) -> Column
 
 
 def started(
-    batch: RolloutBatch, *, environment: str, environment_version: str, prompts: Sequence[tuple[Sequence[int], str]]
+    batch: RolloutBatch, *, environment: str, environment_version: str, prompts: Sequence[tuple[Int32, str]]
 ) -> Columns:
     """``rollout_started``: the exact context, as ids and for reading."""
     ids = [token_ids for token_ids, _ in prompts]
@@ -193,9 +198,9 @@ def _is_truncated(generations: GenerationBatch) -> npt.NDArray[np.bool_]:
     return np.array([reason == "length" for reason in generations.finish_reasons], dtype=np.bool_)
 
 
-def _int32_lists(lists: Sequence[Sequence[int]]) -> pa.ListArray:
+def _int32_lists(lists: Sequence[Int32]) -> pa.ListArray:
     offsets = np.concatenate([[0], np.cumsum([len(values) for values in lists])]).astype(np.int32)
-    flat = np.concatenate([np.asarray(values, dtype=np.int32) for values in lists])
+    flat = np.concatenate(lists)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=list_of(INT32))
 
 

@@ -92,9 +92,9 @@ class ScriptedEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> GenerationBatch:
         """Continue every request by the script, until a stop token or ``max_tokens``."""
-        assembly = BatchAssembly(requests, sampling, self._slots.begin())
         rows = np.arange(len(requests))
-        try:
+        with self._slots.generation() as version:
+            assembly = BatchAssembly(requests, sampling, version)
             for place in range(sampling.max_tokens):
                 self._before_step(place)
                 switched = self._slots.switch_if_asked()
@@ -104,12 +104,7 @@ class ScriptedEngine:
                 if not len(rows):
                     break
                 tokens = [self._script(requests[row], assembly.version, place) for row in rows.tolist()]
-                assembly.append(
-                    rows,
-                    np.array([token.token_id for token in tokens]),
-                    np.array([token.log_prob for token in tokens], dtype=np.float32),
-                    None,
-                )
-        finally:
-            self._slots.end()
+                token_ids = np.array([token.token_id for token in tokens])
+                log_probs = np.array([token.log_prob for token in tokens], dtype=np.float32)
+                assembly.append(rows, token_ids, log_probs, None)
         return assembly.finish()

@@ -82,7 +82,8 @@ def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.f
     zero = np.zeros_like(place)
     words = philox4x32(np.stack([place & _LOW, place >> _HALF, zero, zero]), np.stack([seed & _LOW, seed >> _HALF]))
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
-    return bits.astype(np.float64) * 2.0**-53
+    numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def shuffled(seed: int, size: int) -> npt.NDArray[np.int64]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Generic, TypeVar
 
@@ -81,8 +82,11 @@ class VersionSlots(Generic[W]):
             if not self._generating:
                 self._switch()
 
-    def begin(self) -> PolicyVersion:
-        """A generation begins; returns the version that serves it.
+    @contextmanager
+    def generation(self) -> Iterator[PolicyVersion]:
+        """A generation runs in this block; gives the version that serves it at first.
+
+        An activation that came too late for it takes effect at its end.
 
         Raises:
             EngineError: nothing is active, or a generation is running.
@@ -93,7 +97,14 @@ class VersionSlots(Generic[W]):
             if self._active is None:
                 raise EngineError("no version is active: stage and activate one before generating")
             self._generating = True
-            return self._active
+            version = self._active
+        try:
+            yield version
+        finally:
+            with self._lock:
+                self._generating = False
+                if self._asked is not None:
+                    self._switch()
 
     def switch_if_asked(self) -> PolicyVersion | None:
         """Between two decode steps: take what was asked for. Returns the new version, or None where nothing changed."""
@@ -101,13 +112,6 @@ class VersionSlots(Generic[W]):
             if self._asked is None:
                 return None
             return self._switch()
-
-    def end(self) -> None:
-        """The generation is over, by whatever way; an activation that came too late for it takes effect."""
-        with self._lock:
-            self._generating = False
-            if self._asked is not None:
-                self._switch()
 
     def _holds(self, version: PolicyVersion) -> bool:
         held = self._staged.get(version.key)

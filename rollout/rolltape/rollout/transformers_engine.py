@@ -101,12 +101,9 @@ class TransformersEngine:
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> GenerationBatch:
         """Continue every request; see :meth:`rolltape.rollout.engine.Engine.generate`."""
-        assembly = BatchAssembly(requests, sampling, self._slots.begin())
-        try:
-            with torch.inference_mode():
-                self._decode(assembly, requests, sampling)
-        finally:
-            self._slots.end()
+        with self._slots.generation() as version, torch.inference_mode():
+            assembly = BatchAssembly(requests, sampling, version)
+            self._decode(assembly, requests, sampling)
         return assembly.finish()
 
     def _decode(self, assembly: BatchAssembly, requests: Sequence[GenerationRequest], sampling: SamplingConfig) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from rolltape.rollout.engine import (
 from rolltape.rollout.scripted import ScriptedEngine, ScriptedToken
 from rolltape.rollout.transformers_engine import TransformersEngine
 from rolltape.schema.digest import prefix_digest
-from rolltape.schema.errors import EngineError
+from rolltape.schema.errors import ConfigError, EngineError
 from rolltape.store.location import Location
 
 END = 2
@@ -31,6 +31,7 @@ class EngineBench:
     """An engine, the versions it may be given, and what it recorded."""
 
     def __init__(self, make: Callable[[EngineBench], Engine], published: list[PublishedWeights]) -> None:
+        self.make = make
         self.activated: list[PolicyVersion] = []
         self.published = published
         self.at_step: dict[int, Callable[[], None]] = {}
@@ -167,21 +168,21 @@ def test_a_switch_in_mid_generation_gives_two_version_runs(bench: EngineBench) -
 def test_a_version_that_gave_a_row_no_token_has_no_run_there(bench: EngineBench) -> None:
     bench.serve(0)
     bench.engine.stage(bench.published[1])
-    stops = [len(g.token_ids) for g in bench.engine.generate(FIVE, UP_TO_TEN)]
-    switch = min(stops)
-    if switch == max(stops):
-        pytest.fail(f"the requests have to stop at different places, got {stops}")
-    bench.at_step = {}
-    again = EngineBench(make_scripted, bench.published)
+    last = max(len(g.token_ids) for g in bench.engine.generate(FIVE, UP_TO_TEN)) - 1
+    again = EngineBench(bench.make, bench.published)
     again.serve(0)
     again.engine.stage(bench.published[1])
-    again.at_step[4] = lambda: again.engine.activate(bench.published[1].version)
-    for generation in again.engine.generate(FIVE, UP_TO_TEN):
+    again.at_step[last] = lambda: again.engine.activate(bench.published[1].version)
+    generations = again.engine.generate(FIVE, UP_TO_TEN)
+    by_row = [[run.version.version for run in g.version_runs] for g in generations]
+    assert [0] in by_row, "a row has to be finished before the switch"
+    assert [0, 1] in by_row
+    for generation in generations:
         assert sum(run.length for run in generation.version_runs) == len(generation.token_ids)
         assert all(run.length > 0 for run in generation.version_runs)
 
 
-def test_an_activation_during_the_last_step_serves_the_next_batch(bench: EngineBench) -> None:
+def test_versions_may_be_skipped_but_never_taken_back(bench: EngineBench) -> None:
     bench.serve(0)
     bench.engine.stage(bench.published[1])
     bench.engine.stage(bench.published[2])
@@ -191,6 +192,13 @@ def test_an_activation_during_the_last_step_serves_the_next_batch(bench: EngineB
         bench.engine.activate(bench.published[1].version)
 
 
+def test_a_batch_that_was_refused_does_not_block_the_engine(bench: EngineBench) -> None:
+    bench.serve(0)
+    with pytest.raises(ConfigError, match="one request or more"):
+        bench.engine.generate([], UP_TO_TEN)
+    assert len(bench.engine.generate(FIVE, UP_TO_TEN)) == len(FIVE)
+
+
 def test_an_engine_says_what_it_is(bench: EngineBench) -> None:
     assert bench.engine.engine_id == "e0"
     assert bench.engine.info.dtype == "float32"
@@ -198,8 +206,6 @@ def test_an_engine_says_what_it_is(bench: EngineBench) -> None:
 
 
 def test_another_thread_may_activate_while_a_batch_is_generated(published: list[PublishedWeights]) -> None:
-    import threading
-
     bench = EngineBench(make_transformers, published)
     bench.serve(0)
 
@@ -207,11 +213,10 @@ def test_another_thread_may_activate_while_a_batch_is_generated(published: list[
         bench.engine.stage(published[1])
         bench.engine.activate(published[1].version)
 
-    thread = threading.Thread(target=switch)
+    thread = Thread(target=switch)
     bench.at_step[3] = thread.start
     bench.at_step[20] = thread.join
     generations = bench.engine.generate(FIVE, SamplingConfig(max_tokens=40))
-    time.sleep(0)
     for generation in generations:
         numbers = [run.version.version for run in generation.version_runs]
         assert numbers == [0, 1]
