@@ -8,7 +8,6 @@ from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.identity import derived_id, uuid7
 from rolltape.schema.kinds import KINDS, TOPICS, kind_named
 from rolltape.schema.render import arrow_schema, table_schema
-from rolltape.schema.validate import Limits, Refusal, validate
 
 __all__ = [
     "KINDS",
@@ -17,10 +16,8 @@ __all__ = [
     "Built",
     "Cursor",
     "Headers",
-    "Limits",
     "Partition",
     "Record",
-    "Refusal",
     "RefusedRow",
     "arrow_schema",
     "build_batch",
@@ -35,6 +32,5 @@ __all__ = [
     "set_aside",
     "table_schema",
     "uuid7",
-    "validate",
     "with_columns",
 ]

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as pt
 
-from rolltape.schema.convert import PLAIN_VALUES, convert
+from rolltape.schema.convert import convert, is_plain
 from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.errors import ValidationError
 from rolltape.schema.findings import Refusal
@@ -132,7 +132,7 @@ def _place_all(
 
 
 def _count_rows(kind: str, columns: Mapping[str, Any], num_rows: int | None) -> int:
-    lengths = {name: len(value) for name, value in columns.items() if not isinstance(value, PLAIN_VALUES)}
+    lengths = {name: len(value) for name, value in columns.items() if not is_plain(value)}
     if num_rows is None:
         num_rows = next(iter(lengths.values()), 1)
     wrong = {name: length for name, length in lengths.items() if length != num_rows}
@@ -188,7 +188,7 @@ def _all_integers(value: Any) -> bool:
 
 
 def _rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
-    if isinstance(value, PLAIN_VALUES):
+    if is_plain(value):
         return value
     if isinstance(value, (pa.Array, pa.ChunkedArray)):
         return value.take(pa.array(rows))
@@ -198,7 +198,7 @@ def _rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
 
 
 def _value_of(value: Any, row: int) -> Any:
-    if isinstance(value, PLAIN_VALUES):
+    if is_plain(value):
         return value
     item = value[row]
     return item.as_py() if isinstance(item, pa.Scalar) else item

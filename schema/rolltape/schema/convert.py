@@ -26,6 +26,8 @@ from rolltape.schema.shape import Shape
 PLAIN_VALUES: Final = (str, bytes, int, float, bool, datetime, dict, type(None), np.generic, pa.Scalar)
 """Types of a value that stands for every row of its column."""
 
+_COMMON_COLUMNS: Final = frozenset((list, np.ndarray))
+
 _CACHEABLE: Final = frozenset((str, int, bool, type(None)))
 
 
@@ -36,7 +38,7 @@ def convert(value: Any, place: Place, num_rows: int) -> pa.Array:
         ValidationError: a value is not what the spec says, or does not fit it. Arrow's and Python's own conversion
             errors (``pa.ArrowException``, ``TypeError``, ``ValueError``, ``OverflowError``) may come through as well.
     """
-    if isinstance(value, PLAIN_VALUES):
+    if is_plain(value):
         return _repeated(value, place, num_rows)
     if isinstance(value, pa.ChunkedArray):
         value = value.combine_chunks()
@@ -45,6 +47,11 @@ def convert(value: Any, place: Place, num_rows: int) -> pa.Array:
     if isinstance(value, np.ndarray):
         return _from_numpy(value, place)
     return _from_sequence(value, place)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` stands for every row of its column."""
+    return type(value) not in _COMMON_COLUMNS and isinstance(value, PLAIN_VALUES)
 
 
 def _repeated(value: Any, place: Place, num_rows: int) -> pa.Array:

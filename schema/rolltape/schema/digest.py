@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ _CONTENT_DOMAIN: Final = b"rolltape content 1"
 _BATCH_DOMAIN: Final = b"rolltape batch 1"
 _INT32: Final = np.iinfo(np.int32)
 
-TokenIds = npt.NDArray[np.integer] | Sequence[int] | pa.Array
+TokenIds: TypeAlias = npt.NDArray[np.integer] | Sequence[int] | pa.Array
 
 
 class MediaRef(NamedTuple):
@@ -110,7 +110,7 @@ def content_digests(
 
     Args:
         token_ids: int32 ids of all its segments, in order.
-        log_probs: float32 rollout log-probs, ``[T]``; −0.0, NaN payloads and infinities count by their bits.
+        log_probs: float32 rollout log-probs, ``[T]``; -0.0, NaN payloads and infinities count by their bits.
         masks: bool, ``[T]`` or several masks stacked as ``[k, T]``.
         versions: int64 policy version *numbers*, ``[T]``.
         rewards: float64 scalars; a missing reward is an empty array, not NaN.
@@ -142,17 +142,22 @@ def _tensor_digest(values: npt.ArrayLike, dtype: str, name: str) -> bytes:
     array = np.asarray(values)
     if array.dtype != dtype:
         if array.size and not np.can_cast(array.dtype, dtype, casting="safe" if dtype == "|b1" else "same_kind"):
-            raise ValidationError(f"expected {name} as {np.dtype(dtype).name}, got {array.dtype.name}: convert it first")
+            raise ValidationError(f"expected {name} as {np.dtype(dtype).name}, got {array.dtype.name}")
         array = _lossless(array, dtype, name)
     hasher = hashlib.sha256(f"{dtype}{list(array.shape)}".encode())
-    hasher.update(memoryview(np.ascontiguousarray(array)).cast("B") if array.size else b"")
+    hasher.update(_bytes_of(array))
     return hasher.digest()
+
+
+def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
+    """The array's bytes, without a copy where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _lossless(array: npt.NDArray[np.generic], dtype: str, name: str) -> npt.NDArray[np.generic]:
     with np.errstate(over="ignore"):  # a value that overflows is found by the comparison below
         converted = array.astype(dtype)
-    same = (converted == array) | ((converted != converted) & (array != array))
+    same = (converted == array) | (np.isnan(converted) & np.isnan(array))
     if not np.all(same):
         where = int(np.flatnonzero(~same.ravel())[0])
         raise ValidationError(f"{name}: element {where} does not fit {np.dtype(dtype).name} without loss")
@@ -169,4 +174,4 @@ def _int32_bytes(ids: TokenIds) -> bytes | memoryview:
         if array.min() < _INT32.min or array.max() > _INT32.max:
             raise ValidationError(f"expected token ids within int32, got {array.min()} … {array.max()}")
         array = array.astype("<i4")
-    return memoryview(np.ascontiguousarray(array)).cast("B")
+    return _bytes_of(array)

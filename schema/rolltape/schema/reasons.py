@@ -1,4 +1,7 @@
-"""Named reasons: why a record became a dead letter, why a trajectory may not be trained. Names are stable; SQL uses them."""
+"""Named reasons: why a record became a dead letter, why a trajectory may not be trained.
+
+Names are stable: SQL uses them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ DEAD_LETTER_REASONS: Final = MappingProxyType(
 )
 
 # Stored and queryable, but no trainer may use it. The fold finds those that the tape alone can tell.
-NO_TOKEN_IDS: Final = "no_token_ids"
+NO_TOKEN_IDS: Final = "no_token_ids"  # noqa: S105 - the name of a reason, no password
 NO_LOG_PROBS: Final = "no_log_probs"
 UNKNOWN_VERSION: Final = "unknown_version"
 MIXED_POLICIES: Final = "mixed_policies"
@@ -113,3 +116,6 @@ UNTRAINABLE_REASONS: Final = MappingProxyType(
 )
 
 REASONS: Final = MappingProxyType({**DEAD_LETTER_REASONS, **UNTRAINABLE_REASONS})
+
+UNTRAINABLE: Final = frozenset(UNTRAINABLE_REASONS)
+"""Every reason that keeps a trajectory out of training."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,21 +28,6 @@ class EventRange(NamedTuple):
     attempt: int
     first: int
     last: int
-
-
-_TEXT_HEADERS: Final = (
-    ("rt-kind", "kind"),
-    ("rt-schema", "schema_version"),
-    ("rt-codec", "codec"),
-    ("rt-producer", "producer_id"),
-)
-_NUMBER_HEADERS: Final = (
-    ("rt-rows", "num_rows"),
-    ("rt-epoch", "producer_epoch"),
-    ("rt-first-seq", "first_lane_seq"),
-    ("rt-last-seq", "last_lane_seq"),
-)
-_RANGES_HEADER: Final = "rt-events"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +49,18 @@ class Headers:
 
     def to_pairs(self) -> list[tuple[str, bytes]]:
         """The headers as a log carries them: names and bytes."""
-        pairs = [(header, str(getattr(self, name)).encode()) for header, name in (*_TEXT_HEADERS, *_NUMBER_HEADERS)]
+        pairs = [
+            ("rt-kind", self.kind.encode()),
+            ("rt-schema", self.schema_version.encode()),
+            ("rt-codec", self.codec.encode()),
+            ("rt-rows", b"%d" % self.num_rows),
+            ("rt-producer", self.producer_id.encode()),
+            ("rt-epoch", b"%d" % self.producer_epoch),
+            ("rt-first-seq", b"%d" % self.first_lane_seq),
+            ("rt-last-seq", b"%d" % self.last_lane_seq),
+        ]
         if self.event_ranges:
-            pairs.append((_RANGES_HEADER, json.dumps(self.event_ranges, separators=(",", ":")).encode()))
+            pairs.append(("rt-events", json.dumps(self.event_ranges, separators=(",", ":")).encode()))
         return pairs
 
     @classmethod
@@ -78,14 +72,21 @@ class Headers:
         """
         found = dict(pairs)
         try:
-            texts = {name: found[header].decode() for header, name in _TEXT_HEADERS}
-            numbers = {name: int(found[header]) for header, name in _NUMBER_HEADERS}
-            ranges = tuple(_event_range(*item) for item in json.loads(found.get(_RANGES_HEADER, b"[]")))
+            return cls(
+                kind=found["rt-kind"].decode(),
+                schema_version=found["rt-schema"].decode(),
+                codec=found["rt-codec"].decode(),
+                num_rows=int(found["rt-rows"]),
+                producer_id=found["rt-producer"].decode(),
+                producer_epoch=int(found["rt-epoch"]),
+                first_lane_seq=int(found["rt-first-seq"]),
+                last_lane_seq=int(found["rt-last-seq"]),
+                event_ranges=tuple(_event_range(*item) for item in json.loads(found.get("rt-events", b"[]"))),
+            )
         except KeyError as error:
             raise CodecError(f"expected the record header {error}, got only {sorted(found)}") from error
         except (ValueError, TypeError) as error:
             raise CodecError(f"expected readable record headers, got {found}: {error}") from error
-        return cls(**texts, **numbers, event_ranges=ranges)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ class Record:
     @property
     def num_bytes(self) -> int:
         """Bytes of the value."""
-        return self.value.size if isinstance(self.value, pa.Buffer) else len(self.value)
+        return len(self.value)
 
 
 def make_record(batch: pa.RecordBatch, *, partition: int = 0) -> Record:

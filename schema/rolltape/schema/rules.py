@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,8 @@ def _rollout_ended(found: Findings) -> None:
     found.refuse(
         np.flatnonzero(differs),
         BAD_VALUE,
-        lambda row: f"expected last_event_index to be its own event_index {index[row]}, got {last[row]}",
+        "last_event_index to be its own event_index",
+        last,
     )
 
 
@@ -58,7 +59,8 @@ def _reward_assigned(found: Findings) -> None:
     found.refuse(
         np.flatnonzero(wrong),
         BAD_VALUE,
-        lambda row: f"expected a finite scalar if and only if state is earned, got {state[row]} with {scalar[row]}",
+        "a finite scalar if and only if state is earned",
+        _Pairs(state, scalar),
     )
     _run_texts(found, "components", "source", COMPONENT_SOURCES)
     _run_texts(found, "components", "status", COMPONENT_STATUSES)
@@ -99,7 +101,8 @@ def _dead_letter(found: Findings) -> None:
         found.refuse(
             np.flatnonzero(wrong),
             BAD_VALUE,
-            lambda row, a=first, b=last, low=low, high=high: f"expected {a} ≤ {b}, got {low[row]} and {high[row]}",
+            f"{first} ≤ {last}",
+            _Pairs(low, high),
         )
 
 
@@ -118,14 +121,28 @@ KIND_RULES: Final = MappingProxyType(
 """Kind → the rule that only it has."""
 
 
+class _Pairs:
+    """Two columns whose values of one row are shown side by side."""
+
+    def __init__(self, one: Any, other: Any) -> None:
+        self._one, self._other = one, other
+
+    def __getitem__(self, row: int) -> str:
+        return f"{self._one[row]} and {self._other[row]}"
+
+
 def _same_length(found: Findings, other: TokenList | None, expected: npt.NDArray[np.int64], of: str) -> None:
     if other is None:
         return
     lengths = other.lengths
+    wrong = other.valid & (lengths != expected)
+    if not wrong.any():
+        return
     found.refuse(
-        np.flatnonzero(other.valid & (lengths != expected)),
+        np.flatnonzero(wrong),
         LENGTH_MISMATCH,
-        lambda row: f"expected {other.name} as long as {of} ({expected[row]}), got {lengths[row]}",
+        f"as many elements in {other.name} as {of} has",
+        _Pairs(lengths, expected),
     )
 
 
@@ -140,9 +157,11 @@ def _runs_within(found: Findings, runs: TokenList | None, lengths: npt.NDArray[n
     if lengths is not None:
         wrong |= ends > lengths[rows]
         wrong[1:] |= (starts[1:] < ends[:-1]) & (rows[1:] == rows[:-1])
+    if not wrong.any():
+        return
     bad_rows = rows[wrong & runs.valid[rows]]
     limit = f"within the {of} of the row, ascending" if of else "with start and length of 0 or more"
-    found.refuse(bad_rows, BAD_VALUE, lambda row: f"expected {runs.name} {limit}, got {found.column(runs.name)[row]}")
+    found.refuse(bad_rows, BAD_VALUE, f"{runs.name} {limit}", found.column(runs.name))
 
 
 def _run_texts(found: Findings, name: str, field: str, choices: frozenset[str]) -> None:
@@ -156,7 +175,8 @@ def _run_texts(found: Findings, name: str, field: str, choices: frozenset[str]) 
     found.refuse(
         runs.rows_of(np.array(wrong, np.int64)),
         BAD_VALUE,
-        lambda row: f"expected {field} in {name} among {', '.join(sorted(choices))}, got {found.column(name)[row]}",
+        f"{field} in {name} among {', '.join(sorted(choices))}",
+        found.column(name),
     )
 
 
@@ -165,11 +185,14 @@ def _run_versions(found: Findings) -> None:
     if runs is None or not len(runs.values):
         return
     versions = _field(runs.values, "version")
-    wrong = np.flatnonzero(valid_mask(versions) & (integers(versions) < 0))
+    negative = (versions.fill_null(0) if versions.null_count else versions).to_numpy() < 0
+    if not negative.any():
+        return
     found.refuse(
-        runs.rows_of(wrong),
+        runs.rows_of(np.flatnonzero(negative)),
         BAD_VALUE,
-        lambda row: f"expected versions of 0 or more, null where unknown, got {found.column('version_runs')[row]}",
+        "versions of 0 or more, null where unknown",
+        found.column("version_runs"),
     )
 
 
@@ -182,7 +205,7 @@ def _support(found: Findings, lengths: npt.NDArray[np.int64]) -> None:
     numbers = integers(offsets.values)
     falling = np.flatnonzero(np.diff(numbers) < 0)
     falling = falling[~np.isin(falling + 1, offsets.offsets)]
-    found.refuse(offsets.rows_of(falling), BAD_VALUE, lambda _: "expected support_offsets that do not fall")
+    found.refuse(offsets.rows_of(falling), BAD_VALUE, "support_offsets that do not fall", "falling ones")
     last = np.zeros(len(lengths), np.int64)
     filled = offsets.lengths > 0
     last[filled] = numbers[offsets.offsets[1:][filled] - 1]
@@ -198,7 +221,8 @@ def _digests(found: Findings, name: str) -> None:
     found.refuse(
         np.array(wrong, np.int64),
         BAD_VALUE,
-        lambda row: f"expected {name} as algorithm:hex, as in sha256:…, got {values[row]!r}",
+        f"{name} as algorithm:hex, as in sha256:…",
+        values,
     )
 
 
@@ -211,7 +235,8 @@ def _prefix_length(found: Findings) -> None:
     found.refuse(
         np.flatnonzero(wrong),
         LENGTH_MISMATCH,
-        lambda row: f"expected prefix_length {ids.lengths[row]} as of prefix_token_ids, got {claimed[row]}",
+        "prefix_length as prefix_token_ids has elements",
+        _Pairs(claimed, ids.lengths),
     )
 
 
@@ -220,11 +245,15 @@ def _temperature(found: Findings) -> None:
     if sampling is None:
         return
     temperatures = _field(sampling, "temperature")
-    sound = pc.fill_null(pc.and_(pc.is_finite(temperatures), pc.greater_equal(temperatures, 0.0)), True)
+    values = temperatures.to_numpy(zero_copy_only=False)
+    wrong = ~(np.isfinite(values) & (values >= 0.0))
+    if not wrong.any():
+        return
     found.refuse(
-        np.flatnonzero(~sound.to_numpy(zero_copy_only=False)),
+        np.flatnonzero(wrong & valid_mask(temperatures) & valid_mask(sampling)),
         BAD_VALUE,
-        lambda row: f"expected a finite temperature of 0 or more, null where unknown, got {temperatures[row]}",
+        "a finite temperature of 0 or more, null where unknown",
+        temperatures,
     )
 
 
