@@ -14,6 +14,7 @@ import pytest
 
 from rolltape.schema.build import build_batch
 from rolltape.schema.digest import prefix_digest
+from rolltape.schema.identity import uuid7_many
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema
 
@@ -82,8 +83,14 @@ class Tape:
         }
         if dispatched:
             self.add(
-                "rollout_dispatched", purpose=purpose, training_step=step, group_ordinal=0, member=member,
-                group_size=group_size, worker_id="w0", **common,
+                "rollout_dispatched",
+                purpose=purpose,
+                training_step=step,
+                group_ordinal=0,
+                member=member,
+                group_size=group_size,
+                worker_id="w0",
+                **common,
             )
         self.add("rollout_started", event_index=0, prompt_token_ids=[list(prompt)], **common)
         self.add(
@@ -93,10 +100,21 @@ class Tape:
             action_kind="execution",
             token_ids=[list(tokens)],
             rollout_log_probs=[[-0.5] * len(tokens) if log_probs is None else list(log_probs)],
-            version_runs=[[{"start": 0, "length": len(tokens), "policy_id": "actor", "run_epoch": 1,
-                            "version": version, "weights_digest": f"w{version}"}]],
-            sampling=[{"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs_mode":
-                       "processed_logprobs"}],
+            version_runs=[
+                [
+                    {
+                        "start": 0,
+                        "length": len(tokens),
+                        "policy_id": "actor",
+                        "run_epoch": 1,
+                        "version": version,
+                        "weights_digest": f"w{version}",
+                    }
+                ]
+            ],
+            sampling=[
+                {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs_mode": "processed_logprobs"}
+            ],
             prefix_length=len(prompt),
             prefix_digest=prefix_digest(list(prompt)),
             prefix_source="engine",
@@ -105,8 +123,13 @@ class Tape:
         )
         if ended:
             self.add(
-                "rollout_ended", event_index=2, status="completed", num_action_tokens=len(tokens),
-                num_observation_tokens=0, last_event_index=2, **common,
+                "rollout_ended",
+                event_index=2,
+                status="completed",
+                num_action_tokens=len(tokens),
+                num_observation_tokens=0,
+                last_event_index=2,
+                **common,
             )
         if not ended or reward is None:
             return []
@@ -123,3 +146,69 @@ class Tape:
 def tape() -> Tape:
     """An empty tape."""
     return Tape()
+
+
+class Feed:
+    """Rollouts as a committer hands them to a lake: one record of each kind a commit, stamped and marked."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.next_offset = 0
+        self._rng = np.random.default_rng(seed)
+
+    def commit(
+        self, num_rollouts: int = 4, num_tokens: int = 8, **overrides: Any
+    ) -> tuple[dict[str, pa.Table], dict[str, int]]:
+        """Tables and transactions of the next commit: an action and a reward for each of the new rollouts."""
+        ids = uuid7_many(num_rollouts)
+        common = {
+            "event_id": ids,
+            "run_id": "run",
+            "run_epoch": 1,
+            "producer_id": "p",
+            "producer_epoch": 1,
+            "log_topic": "rollout",
+            "log_partition": 0,
+            "recorded_at": datetime(2026, 11, 30, tzinfo=UTC),
+            "trajectory_id": ids,
+            "attempt": 0,
+            "group_id": "g0",
+            **overrides,
+        }
+        tables = {}
+        for kind in ("action_sampled", "reward_assigned"):
+            offsets = {"lane_seq": np.arange(num_rollouts) + self.next_offset, "log_offset": self.next_offset}
+            own = self._action(num_rollouts, num_tokens) if kind == "action_sampled" else self._reward(num_rollouts)
+            built = build_batch(kind, {**common, **offsets, **own}, num_rollouts)
+            assert not built.refused, built.refused
+            tables[kind] = pa.Table.from_batches([built.batch])
+            self.next_offset += 1
+        last = self.next_offset - 1
+        return tables, {"lane/p/1/rollout/0": last, "log/rollout/0": last}
+
+    def _action(self, num_rollouts: int, num_tokens: int) -> dict[str, Any]:
+        ends = np.arange(num_rollouts + 1, dtype=np.int32) * num_tokens
+        count = num_rollouts * num_tokens
+        log_probs = -self._rng.exponential(size=count).astype(np.float32)
+        return {
+            "event_index": 1,
+            "turn_index": 0,
+            "action_kind": "execution",
+            "token_ids": lists(ends, self._rng.integers(0, 50_000, count, dtype=np.int32)),
+            "rollout_log_probs": lists(ends, log_probs),
+            "sampling": {"temperature": 1.0, "logprobs_mode": "processed_logprobs"},
+        }
+
+    def _reward(self, num_rollouts: int) -> dict[str, Any]:
+        return {"state": "earned", "scalar": self._rng.random(num_rollouts), "scalariser_version": "1"}
+
+
+def lists(ends: np.ndarray, values: np.ndarray) -> pa.ListArray:
+    """A list column of the specs over a flat array."""
+    type_ = pa.list_(pa.field("element", pa.from_numpy_dtype(values.dtype)))
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(values), type=type_)
+
+
+@pytest.fixture
+def feed() -> Feed:
+    """A source of commits."""
+    return Feed()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from deltalake import CommitProperties, DeltaTable, Field, PostCommitHookProperties, Schema
-from deltalake.exceptions import CommitFailedError, TableNotFoundError
+from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction, RemoveAction, Transaction, create_table_with_add_actions
 
 from rolltape.schema.errors import StoreError
@@ -105,4 +105,4 @@ def grow_schema(table: Location, schema_json: str) -> None:
         raise StoreError(f"the schema of {table} could not be extended: {error}") from error
 
 
-__all__ = ["TableNotFoundError", "commit_remotely", "create_table", "grow_schema", "open_table", "set_properties", "write_checkpoint"]
+

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import pathlib
 import threading
@@ -17,7 +16,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
@@ -28,6 +27,7 @@ from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema, delta_schema_json
 from rolltape.store import parquet
 from rolltape.store.delta import create_table, grow_schema, set_properties
+from rolltape.store.evolution import missing_fields
 from rolltape.store.location import Location, store_errors
 from rolltape.store.row_filter import RowFilter
 from rolltape.store.snapshot import VACUUM_TRANSACTION, DataFile, Snapshot
@@ -154,6 +154,7 @@ class Lake:
         """Rows of one kind as a table of its schema, in chunks as the data files and row groups gave them.
 
         Args:
+            kind: the event kind.
             columns: only these (``struct.field`` decodes one field of a struct and leaves the others null).
             as_of: only rows before this cursor.
             run_id: only rows of this run.
@@ -381,35 +382,6 @@ def _check_expected(
     for app, version in transactions.items():
         found = snapshot.transactions.get(app)
         if found is not None and version <= found:
-            raise CommitterFencedError(f"expected transaction {app} of {place} above {found}, got {version}: it was committed")
-
-
-def missing_fields(schema_json: str) -> list[str]:
-    """Dotted names of columns and nested fields that this version knows and a table's schema lacks.
-
-    Raises:
-        LakeFormatError: a field has another type there than here (types never narrow, and never change).
-    """
-    missing: list[str] = []
-    _compare(json.loads(delta_schema_json())["fields"], json.loads(schema_json)["fields"], "", missing)
-    return missing
-
-
-def _compare(ours: Sequence[Any], theirs: Sequence[Any], prefix: str, missing: list[str]) -> None:
-    found = {field["name"]: field["type"] for field in theirs}
-    for field in ours:
-        name = f"{prefix}{field['name']}"
-        if field["name"] not in found:
-            missing.append(name)
-        else:
-            _compare_types(field["type"], found[field["name"]], name, missing)
-
-
-def _compare_types(ours: Any, theirs: Any, name: str, missing: list[str]) -> None:
-    if isinstance(ours, dict) and isinstance(theirs, dict) and ours["type"] == theirs["type"]:
-        if ours["type"] == "struct":
-            _compare(ours["fields"], theirs["fields"], f"{name}.", missing)
-        else:
-            _compare_types(ours["elementType"], theirs["elementType"], f"{name}.element", missing)
-    elif ours != theirs:
-        raise LakeFormatError(f"expected column {name} of type {ours}, the lake has {theirs}; types never change")
+            raise CommitterFencedError(
+                f"expected transaction {app} of {place} above {found}, got {version}: that was committed before"
+            )

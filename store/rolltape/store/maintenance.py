@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 
 from rolltape.schema.errors import CommitterFencedError, StoreError
@@ -24,6 +25,7 @@ from rolltape.schema.render import arrow_schema
 from rolltape.store import parquet
 from rolltape.store.delta import write_checkpoint
 from rolltape.store.lake import Lake
+from rolltape.store.row_filter import rows_at
 from rolltape.store.snapshot import MAINTENANCE_TRANSACTION, VACUUM_TRANSACTION, DataFile, Snapshot
 from rolltape.store.transaction_log import Actions, NewFile, commit_name
 
@@ -117,10 +119,6 @@ def compact(lake: Lake, *, kinds: Collection[str] | None = None, target_bytes: i
     return _replace(lake, snapshot, runs) if runs else Compaction()
 
 
-def _log_order(file: DataFile) -> tuple[str, int, int]:
-    return (file.min_log_topic or "", file.min_log_partition or 0, file.min_log_offset or 0)
-
-
 def _tier_runs(files: Sequence[DataFile], rule: Policy) -> list[list[DataFile]]:
     """Runs that are due, at most one size class of a kind at a time (the smallest that is due)."""
     if len(files) < rule.min_files:
@@ -136,7 +134,7 @@ def _runs(files: Iterable[DataFile], small_bytes: int, target_bytes: int, min_fi
     """Neighbours in log order that are small and of one partition, together at most ``target_bytes``."""
     runs: list[list[DataFile]] = [[]]
     total = 0
-    for file in sorted(files, key=_log_order):
+    for file in sorted(files, key=lambda file: file.log_order):
         small = file.size_bytes < small_bytes
         fits = runs[-1] and runs[-1][-1].partition == file.partition and total + file.size_bytes <= target_bytes
         if not small or not fits:
@@ -186,7 +184,9 @@ def _merge(lake: Lake, run: Sequence[DataFile]) -> NewFile:
     table = in_log_order(lake.read_files(run, kind))
     expected = sum(file.num_rows for file in run)
     if table.num_rows != expected:
-        raise StoreError(f"expected {expected} rows of {kind} in {len(run)} data files, read {table.num_rows}; kept them")
+        raise StoreError(
+            f"expected {expected} rows of {kind} in {len(run)} data files, read {table.num_rows}; nothing was changed"
+        )
     return lake.write_files({kind: table})[0]
 
 
@@ -196,18 +196,19 @@ def in_log_order(table: pa.Table) -> pa.Table:
         offsets = table["log_offset"].to_numpy()
         if len(offsets) < 2 or bool((offsets[1:] >= offsets[:-1]).all()):
             return table
-    keys = table.select(["log_topic", "log_partition", "log_offset"]).append_column(
-        "row", pa.array(range(table.num_rows), pa.int64())
-    )
+    keys = table.select(["log_topic", "log_partition", "log_offset"])
+    keys = keys.append_column("row", pa.array(np.arange(table.num_rows)))
     order = keys.sort_by([(name, "ascending") for name in keys.column_names])["row"]
-    return table.take(order)
+    return rows_at(table, order.to_numpy())
 
 
 def _is_known(lake: Lake, data_file: DataFile) -> bool:
     """Whether this version knows every field of the file; rewriting others would lose what a newer version wrote."""
     with parquet.open_file(lake.table.child(data_file.path)) as file:
         ours = arrow_schema(data_file.kind)
-        return all(field.name in ours.names and _covers(ours.field(field.name).type, field.type) for field in file.schema_arrow)
+        return all(
+            field.name in ours.names and _covers(ours.field(field.name).type, field.type) for field in file.schema_arrow
+        )
 
 
 def _covers(ours: pa.DataType, theirs: pa.DataType) -> bool:

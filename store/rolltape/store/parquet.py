@@ -108,7 +108,8 @@ def _group_ends(token_ends: np.ndarray, num_rows: int) -> list[int]:
 def drop_null_columns(table: pa.Table) -> pa.Table:
     """The table without the top-level columns that hold nothing (``kind`` always stays)."""
     num_rows: int = table.num_rows
-    kept = [name for name, column in zip(table.column_names, table.columns, strict=True) if column.null_count < num_rows]
+    columns = zip(table.column_names, table.columns, strict=True)
+    kept = [name for name, column in columns if column.null_count < num_rows]
     return table.select(kept)
 
 

@@ -18,6 +18,9 @@ from rolltape.store.snapshot import DataFile
 # Below this many runs of wanted rows, slices of the table are cheaper than a copy of its tokens.
 MAX_SLICES: Final = 64
 
+# What int32 offsets can address.
+MAX_LIST_VALUES: Final = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFilter:
@@ -119,3 +122,30 @@ def rows_where(table: pa.Table, mask: np.ndarray) -> pa.Table:
     if len(starts) <= MAX_SLICES:
         return pa.concat_tables([table.slice(int(a), int(b - a)) for a, b in zip(starts, ends, strict=True)])
     return table.filter(pa.array(mask))
+
+
+def rows_at(table: pa.Table, order: np.ndarray) -> pa.Table:
+    """The rows at these indices, in this order.
+
+    A ``take`` joins chunks first, and lists of more than 2³¹ values in all overflow their offsets there: such a table
+    is put together from slices.
+    """
+    if _num_list_values(table) <= MAX_LIST_VALUES:
+        return table.take(pa.array(order))
+    breaks = np.flatnonzero(np.diff(order) != 1) + 1
+    starts, ends = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(order)]))
+    return pa.concat_tables(
+        [table.slice(int(order[a]), int(b - a)) for a, b in zip(starts, ends, strict=True)]
+    )
+
+
+def _num_list_values(table: pa.Table) -> int:
+    """Elements of the longest top-level list column, over all of its chunks."""
+    return max(
+        (
+            sum(chunk.offsets[-1].as_py() - chunk.offsets[0].as_py() for chunk in column.chunks)
+            for column in table.columns
+            if pa.types.is_list(column.type)
+        ),
+        default=0,
+    )

@@ -59,6 +59,11 @@ class DataFile:
             return None
         return Partition(self.min_log_topic, self.min_log_partition)
 
+    @property
+    def log_order(self) -> tuple[str, int, int]:
+        """Sort key: where its first row lies in the log."""
+        return (self.min_log_topic or "", self.min_log_partition or 0, self.min_log_offset or 0)
+
     def may_precede(self, as_of: Cursor) -> bool:
         """Whether some row may lie before the cursor."""
         if self.min_log_offset is None:
@@ -142,7 +147,7 @@ class Snapshot:
         trajectory_ids: Collection[str] | None = None,
         since: Cursor | None = None,
     ) -> tuple[DataFile, ...]:
-        """Data files that may hold rows of ``kind`` that satisfy the conditions, decided by their bounds alone."""
+        """Data files that may hold rows of ``kind`` that satisfy the conditions, by their bounds; in log order."""
         files: Iterable[DataFile] = self.by_kind.get(kind, ())
         if as_of is not None:
             files = [file for file in files if file.may_precede(as_of)]
@@ -153,7 +158,7 @@ class Snapshot:
         if trajectory_ids is not None:
             sorted_ids = sorted(trajectory_ids)
             files = [file for file in files if file.may_hold_trajectory(sorted_ids)]
-        return tuple(files)
+        return tuple(sorted(files, key=lambda file: file.log_order))
 
     def after(self, commit: LogCommit) -> Snapshot:
         """The table once ``commit`` is applied to this version."""

@@ -1,9 +1,11 @@
-"""Where views take their rows from: event tables in memory, or the data files of a lake's snapshot, unread until needed."""
+"""Where views take their rows from: event tables in memory, or the data files of a lake's snapshot, unread "
+"until needed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.dataset as ds
@@ -15,7 +17,7 @@ from rolltape.schema.render import arrow_schema
 from rolltape.store.lake import Lake
 from rolltape.store.snapshot import DataFile, Snapshot
 
-Rows = pa.Table | ds.Dataset
+Rows: TypeAlias = "pa.Table | ds.Dataset"
 
 EVENTS_SCHEMA: Final = pa.schema([spec.field for spec in (*ENVELOPE, *TOKEN_COLUMNS)])
 

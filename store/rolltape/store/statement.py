@@ -111,7 +111,8 @@ def _check_table(node: dict[str, Any], named_here: Collection[str], views: Colle
     name = str(node["table_name"]).lower()
     if node.get("schema_name") or node.get("catalog_name"):
         raise SqlRefusedError(
-            f"expected the plain name of a view, got {node['schema_name'] or node['catalog_name']}.{node['table_name']}; "
+            f"expected the plain name of a view, got "
+            f"{node['schema_name'] or node['catalog_name']}.{node['table_name']}; "
             "SELECT * FROM view_columns lists every view and column"
         )
     if name not in named_here and name not in views:

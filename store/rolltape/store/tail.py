@@ -1,8 +1,8 @@
 """The live tail: follow a lake commit by commit.
 
 A tail first delivers what the snapshot holds at and after its cursor, then reads ``_delta_log/<version>.json`` as they
-appear and decodes the data files that bring new rows. Compaction moves rows without adding any, so it is invisible here;
-where the log was cleaned past the tail's version, it goes on from a new snapshot by log offsets.
+appear and decodes the data files that bring new rows. Compaction moves rows without adding any, so it is invisible
+here; where the log was cleaned past the tail's version, it goes on from a new snapshot by log offsets.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import pyarrow as pa
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.kinds import KINDS
 from rolltape.store.lake import Lake
-from rolltape.store.row_filter import RowFilter, rows_where
+from rolltape.store.row_filter import RowFilter, rows_at, rows_where
 from rolltape.store.snapshot import LANE_TRANSACTION, DataFile, LogCommit, Snapshot, log_ends
 
 # A look for the next version costs some microseconds on a local disk, a request in an object store.
 _LOCAL_POLL_S: Final = 0.003
 _REMOTE_POLL_S: Final = 0.25
-# Every so many looks in vain, ask whether the log was cleaned past us.
+# Once a poll and every so many looks in vain, ask whether the log was cleaned past us.
 _LOOKS_PER_CHECK: Final = 64
 _CATCH_UP_ROWS: Final = 65_536
 
@@ -71,7 +71,6 @@ class Tail:
         self._kinds = tuple(KINDS) if kinds is None else tuple(kinds)
         self._poll_s = _LOCAL_POLL_S if lake.location.is_local else _REMOTE_POLL_S
         self._version = -1
-        self._looks = 0
         self._catching_up: Iterator[list[Delivery]] = iter(())
         self._start_from(lake.snapshot())
 
@@ -87,10 +86,15 @@ class Tail:
             StoreError: a data file that the tail had to read was vacuumed.
         """
         deadline = time.monotonic() + timeout_s
+        looks = 0
         while True:
             deliveries = self._next()
+            if not deliveries and looks % _LOOKS_PER_CHECK == 0 and self._lake.log.cleaned_past(self._version):
+                self._start_from(self._lake.snapshot())
+                deliveries = self._next()
             if deliveries:
                 return deliveries
+            looks += 1
             left = deadline - time.monotonic()
             if left <= 0:
                 return []
@@ -102,14 +106,9 @@ class Tail:
             if deliveries:
                 return deliveries
         while (commit := self._lake.log.read_commit(self._version + 1)) is not None:
-            self._looks = 0
             deliveries = self._deliver(commit)
             if deliveries:
                 return deliveries
-        self._looks += 1
-        if self._looks % _LOOKS_PER_CHECK == 1 and self._lake.log.cleaned_past(self._version):
-            self._start_from(self._lake.snapshot())
-            return self._next()
         return []
 
     # Following commits
@@ -205,7 +204,7 @@ def _sorted_by_offset(table: pa.Table) -> pa.Table:
     offsets = table["log_offset"].to_numpy()
     if len(offsets) < 2 or bool(np.all(offsets[1:] >= offsets[:-1])):
         return table
-    return table.take(pa.array(np.argsort(offsets, kind="stable")))
+    return rows_at(table, np.argsort(offsets, kind="stable"))
 
 
 def _in_order(deliveries: list[Delivery]) -> list[Delivery]:

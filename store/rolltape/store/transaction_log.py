@@ -89,7 +89,9 @@ def _data_file(path: str, size_bytes: int, stats: Mapping[str, Any], kind: str |
         bounds[f"min_{name}"], bounds[f"max_{name}"] = least.get(name), most.get(name)
     found = kind or least.get("kind")
     if found is None or (kind is None and found != most.get("kind")):
-        raise LakeFormatError(f"expected a data file of one kind with statistics, got {path!r}; it is not of this writer")
+        raise LakeFormatError(
+            f"expected a data file of one kind with statistics, got {path!r}; it was not written by Rolltape"
+        )
     return DataFile(path=path, size_bytes=size_bytes, num_rows=stats.get("numRecords", 0), kind=found, **bounds)
 
 
@@ -237,7 +239,9 @@ class TransactionLog:
             snapshot = EMPTY
         snapshot = self.refresh(snapshot)
         if snapshot.version < 0 or not snapshot.schema_json:
-            raise LakeFormatError(f"expected version 0 or a checkpoint in {self.folder}, found neither: log files are gone")
+            raise LakeFormatError(
+                f"expected version 0 or a checkpoint in {self.folder}, found neither: log files are gone"
+            )
         return snapshot
 
     def refresh(self, snapshot: Snapshot) -> Snapshot:

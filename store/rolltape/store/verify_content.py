@@ -79,7 +79,9 @@ def _recompute(context: Context, members: Sequence[dict[str, Any]]) -> dict[tupl
 
 
 def _upto(table: pa.Table, members: Sequence[dict[str, Any]]) -> pa.Table:
-    """Events up to the last event index that each member's batch saw; older attempts whole (a resumption needs them)."""
+    """Events up to the last event index that each member's batch saw; older attempts whole (a resumption "
+    "needs them).
+    """
     place = pc.index_in(table["trajectory_id"], pa.array([member["trajectory_id"] for member in members]))
     at = place.to_numpy()
     attempts = np.array([member["attempt"] for member in members])[at]
@@ -106,9 +108,7 @@ def _labels(context: Context, members: Sequence[dict[str, Any]], ids: Sequence[s
     return tables
 
 
-def _compare(
-    member: dict[str, Any], found: dict[str, Any] | None, counts: Counter[str]
-) -> Iterator[dict[str, Any]]:
+def _compare(member: dict[str, Any], found: dict[str, Any] | None, counts: Counter[str]) -> Iterator[dict[str, Any]]:
     name = f"trajectory {member['trajectory_id']} attempt {member['attempt']} of batch {member['batch_id']}"
     if found is None:
         yield at_trajectory(member, f"{name}: expected its events on the tape, they are gone")
@@ -144,7 +144,8 @@ def _batches(context: Context) -> Iterator[dict[str, Any]]:
             yield {
                 "event_id": row["event_id"],
                 "tensor": "batch_digest",
-                "message": f"batch {row['batch_id']} (step {row['step']}): expected its digest over its members' own, got "
+                "message": f"batch {row['batch_id']} (step {row['step']}): expected its digest over its "
+                "members' own, got "
                 f"{row['batch_digest']}",
             }
 

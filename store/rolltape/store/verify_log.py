@@ -1,4 +1,6 @@
-"""What the log promises (design §5.5, §5.6): lanes and offsets without gaps, one event an id, every rollout accounted for."""
+"""What the log promises (design §5.5, §5.6): lanes and offsets without gaps, one event an id, every rollout "
+"accounted for.
+"""
 
 from __future__ import annotations
 
@@ -84,13 +86,19 @@ def offsets(context: Context) -> Outcome:
     for row in rows:
         place = f"{row['log_topic']}/{row['log_partition']}"
         broken += [
-            {"message": f"partition {place}: expected offsets without gaps, {gap['first']} to {gap['last']} are missing"}
+            {
+                "message": f"partition {place}: expected offsets without gaps, {gap['first']} to {gap['last']} "
+                "are missing"
+            }
             for gap in row["gaps"] or ()
         ]
         stated = None if context.transactions is None else context.transactions.get(f"{LOG_TRANSACTION}/{place}")
         if stated is not None and stated != row["last"]:
             broken.append(
-                {"message": f"partition {place}: expected records up to offset {stated}, as the table states, got {row['last']}"}
+                {
+                    "message": f"partition {place}: expected records up to offset {stated}, as the table "
+                    "states, got {row['last']}"
+                }
             )
     broken += _empty_partitions(context, {f"{row['log_topic']}/{row['log_partition']}" for row in rows})
     return outcome(sum(row["num"] for row in rows), broken, {"partitions": len(rows)})
@@ -158,7 +166,8 @@ def placement(context: Context) -> Outcome:
     broken = [
         {
             "event_id": row["event_id"],
-            "message": f"{row['num']} events of kind {row['kind']}: expected topic {row['topic']}, got {row['log_topic']}",
+            "message": f"{row['num']} events of kind {row['kind']}: expected topic {row['topic']}, got "
+            "{row['log_topic']}",
         }
         for row in rows
     ]
@@ -180,9 +189,9 @@ def conservation(context: Context) -> Outcome:
     broken = [
         at_trajectory(
             row,
-            f"trajectory {row['trajectory_id']} attempt {row['attempt']} under trainer {row['trainer_id']}: expected one "
-            f"fate of {row['begun']} begun, got "
-            + ", ".join(f"{row[name]} × {name}" for name in names if row[name]),
+            f"trajectory {row['trajectory_id']} attempt {row['attempt']} under trainer {row['trainer_id']}: "
+            "expected one "
+            f"fate of {row['begun']} begun, got " + ", ".join(f"{row[name]} × {name}" for name in names if row[name]),
         )
         for row in rows
     ]
@@ -199,6 +208,11 @@ LOG_CHECKS: Final = (
     Check(contract="log", name="offsets", doc="no record is missing", unit="records", run=offsets),
     Check(contract="log", name="event_ids", doc="no event twice, no two under one id", unit="events", run=event_ids),
     Check(contract="log", name="placement", doc="events lie in the topic of their kind", unit="events", run=placement),
-    Check(contract="log", name="conservation", doc="begun = trained + dropped + evaluated + superseded + in flight",
-          unit="attempts", run=conservation),
+    Check(
+        contract="log",
+        name="conservation",
+        doc="begun = trained + dropped + evaluated + superseded + in flight",
+        unit="attempts",
+        run=conservation,
+    ),
 )

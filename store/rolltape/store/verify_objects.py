@@ -66,7 +66,8 @@ def quantization(context: Context) -> Outcome:
     )
     broken = [
         {
-            "message": f"engine {row['engine_id']} with version {row['version']}: expected a scheme of {row['schemes']}, got "
+            "message": f"engine {row['engine_id']} with version {row['version']}: expected a scheme of "
+            "{row['schemes']}, got "
             f"{row['scheme']}"
         }
         for row in rows
@@ -114,11 +115,7 @@ def artifacts(context: Context) -> Outcome:
     """Published shards are there with the bytes that their events name; checkpoints are there, unless released."""
     if context.location is None:
         return outcome(0)
-    released = {
-        path
-        for row in context.rows("SELECT paths FROM artifacts_released")
-        for path in row["paths"] or ()
-    }
+    released = {path for row in context.rows("SELECT paths FROM artifacts_released") for path in row["paths"] or ()}
     shards = context.rows(
         f"""
         SELECT event_id, version, path, s.file AS file, s.num_bytes AS num_bytes, s.sha256 AS sha256
@@ -144,7 +141,8 @@ def artifacts(context: Context) -> Outcome:
     broken += [
         {
             "event_id": row["event_id"],
-            "message": f"checkpoint of step {row['step']}: expected it at {row['path']} below the lake, there is nothing",
+            "message": f"checkpoint of step {row['step']}: expected it at {row['path']} below the lake, there "
+            "is nothing",
         }
         for row in kept
         if not context.location.child(row["path"]).exists()
@@ -173,11 +171,26 @@ def _sha256(location: Location) -> str:
 
 
 OBJECT_CHECKS: Final = (
-    Check(contract="index", name="index_agreement", doc="equal contexts select equal indices", unit="layer digests",
-          run=index_agreement),
-    Check(contract="quantization", name="declared_schemes", doc="engines quantise as their version declares",
-          unit="engine versions", run=quantization),
+    Check(
+        contract="index",
+        name="index_agreement",
+        doc="equal contexts select equal indices",
+        unit="layer digests",
+        run=index_agreement,
+    ),
+    Check(
+        contract="quantization",
+        name="declared_schemes",
+        doc="engines quantise as their version declares",
+        unit="engine versions",
+        run=quantization,
+    ),
     Check(contract="lifecycle", name="ledger", doc="no object is used after it was freed", unit="entries", run=ledger),
-    Check(contract="lifecycle", name="artifacts", doc="shards and checkpoints are there, with their bytes",
-          unit="files", run=artifacts),
+    Check(
+        contract="lifecycle",
+        name="artifacts",
+        doc="shards and checkpoints are there, with their bytes",
+        unit="files",
+        run=artifacts,
+    ),
 )

@@ -1,4 +1,6 @@
-"""Probability contract: one log-prob per sampled token, of a declared distribution, close to what the trainer computes."""
+"""Probability contract: one log-prob per sampled token, of a declared distribution, close to what the trainer "
+"computes.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def modes(context: Context) -> Outcome:
     broken = [
         {
             "event_id": row["event_id"],
-            "message": f"batch {row['batch_id']} (step {row['step']}): expected members of one declared distribution, got "
+            "message": f"batch {row['batch_id']} (step {row['step']}): expected members of one declared "
+            "distribution, got "
             f"logprobs_mode {row['modes']} at temperature {row['temperatures']}, {row['unknown']} members undeclared",
         }
         for row in context.rows(
@@ -72,7 +75,9 @@ def modes(context: Context) -> Outcome:
 
 
 def mismatch(context: Context) -> Outcome:
-    """Same-checkpoint comparisons: a probe that finds no more than its shifted control, or no number, proves nothing."""
+    """Same-checkpoint comparisons: a probe that finds no more than its shifted control, or no number, proves "
+    "nothing.
+    """
     rows = context.rows(
         f"""
         SELECT event_id, step, version, num_tokens, mean_abs_delta, max_abs_delta, outside_share,
@@ -85,7 +90,8 @@ def mismatch(context: Context) -> Outcome:
     broken = [
         {
             "event_id": row["event_id"],
-            "message": f"probe of version {row['version']} at step {row['step']}: expected a largest |delta| below that of "
+            "message": f"probe of version {row['version']} at step {row['step']}: expected a largest |delta| "
+            "below that of "
             f"its shifted control ({row['control_max_abs_delta']}), got {row['max_abs_delta']}",
         }
         for row in rows
@@ -139,8 +145,8 @@ def trained_lengths(context: Context) -> Outcome:
     broken = [
         {
             "event_id": row["event_id"],
-            "message": f"group {row['group_id']} of batch {row['batch_id']}: expected {row['total']} values of each kind, got "
-            + ", ".join(f"{row[name]} {name}" for name in names if row[name] is not None),
+            "message": f"group {row['group_id']} of batch {row['batch_id']}: expected {row['total']} values of "
+            "each kind, got " + ", ".join(f"{row[name]} {name}" for name in names if row[name] is not None),
         }
         for row in rows
     ]
@@ -168,7 +174,8 @@ def teachers(context: Context) -> Outcome:
     broken = [
         at_trajectory(
             row,
-            f"score {row['event_id']} of teacher {row['teacher_id']}: expected one log-prob for each of {row['num_ids']} ids "
+            f"score {row['event_id']} of teacher {row['teacher_id']}: expected one log-prob for each of "
+            f"{row['num_ids']} ids "
             f"and tokenizer {row['behaviour']}, got {row['num_log_probs']} and {row['tokenizer_digest']}",
             event_id=row["event_id"],
         )
@@ -186,7 +193,8 @@ def teachers(context: Context) -> Outcome:
     )
     broken += [
         {
-            "message": f"teacher {row['teacher_id']} of run {row['run_id']}: expected one mode, temperature and template, "
+            "message": f"teacher {row['teacher_id']} of run {row['run_id']}: expected one mode, temperature "
+            "and template, "
             f"got {row['ways']} combinations"
         }
         for row in mixed
@@ -196,12 +204,23 @@ def teachers(context: Context) -> Outcome:
 
 
 PROBABILITY_CHECKS: Final = (
-    Check(contract="probability", name="log_probs", doc="log-probs that can be computed with", unit="action tokens",
-          run=log_probs),
+    Check(
+        contract="probability",
+        name="log_probs",
+        doc="log-probs that can be computed with",
+        unit="action tokens",
+        run=log_probs,
+    ),
     Check(contract="probability", name="modes", doc="one declared distribution a batch", unit="attempts", run=modes),
-    Check(contract="probability", name="mismatch", doc="sampled against recomputed log-probs", unit="tokens",
-          run=mismatch),
-    Check(contract="probability", name="trained_lengths", doc="trained values cover the tokens", unit="groups",
-          run=trained_lengths),
+    Check(
+        contract="probability", name="mismatch", doc="sampled against recomputed log-probs", unit="tokens", run=mismatch
+    ),
+    Check(
+        contract="probability",
+        name="trained_lengths",
+        doc="trained values cover the tokens",
+        unit="groups",
+        run=trained_lengths,
+    ),
     Check(contract="probability", name="teachers", doc="teacher scores fit the tokens", unit="scores", run=teachers),
 )

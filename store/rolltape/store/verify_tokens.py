@@ -1,4 +1,6 @@
-"""Token contract: sampled ids are the ids that are trained, each context is proved, and batches hold what they pinned."""
+"""Token contract: sampled ids are the ids that are trained, each context is proved, and batches hold what "
+"they pinned.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ def prefix_proof(context: Context) -> Outcome:
     broken = [
         at_trajectory(
             row,
-            f"trajectory {row['trajectory_id']} attempt {row['attempt']}: expected the context that the tape holds, the "
+            f"trajectory {row['trajectory_id']} attempt {row['attempt']}: expected the context that the tape "
+            "holds, the "
             f"engine's differs from it at index {row['tito_first_difference']}",
             tensor="prefix_token_ids",
             index=row["tito_first_difference"],
@@ -41,7 +44,8 @@ def lengths(context: Context) -> Outcome:
     broken = [
         at_trajectory(
             row,
-            f"action {row['event_id']} of trajectory {row['trajectory_id']}: expected {row['num_ids']} log-probs, one an "
+            f"action {row['event_id']} of trajectory {row['trajectory_id']}: expected {row['num_ids']} "
+            "log-probs, one an "
             f"id, got {row['num_log_probs']}",
             event_id=row["event_id"],
             tensor="rollout_log_probs",
@@ -97,7 +101,8 @@ def vocabulary(context: Context) -> Outcome:
     broken = [
         at_trajectory(
             row,
-            f"event {row['event_id']} of trajectory {row['trajectory_id']}: expected ids in [0, {row['vocab_size']}), got "
+            f"event {row['event_id']} of trajectory {row['trajectory_id']}: expected ids in [0, "
+            f"{row['vocab_size']}), got "
             f"{row['least']} … {row['most']}",
             event_id=row["event_id"],
             tensor=row["tensor"],
@@ -147,18 +152,34 @@ def _incomplete(row: dict[str, Any]) -> str:
     if "event_conflict" in row["untrainable_reasons"]:
         return f"{name}: expected one event at each index, two claim one, or an event has none"
     return (
-        f"{name}: expected {row['stated_actions']} action and {row['stated_observations']} observation tokens as its end "
+        f"{name}: expected {row['stated_actions']} action and {row['stated_observations']} observation tokens "
+        "as its end "
         f"states, found {row['num_action_tokens']} and {row['num_observation_tokens']}"
     )
 
 
 TOKEN_CHECKS: Final = (
-    Check(contract="token", name="prefix_proof", doc="contexts of engines are those of the tape", unit="attempts",
-          run=prefix_proof),
+    Check(
+        contract="token",
+        name="prefix_proof",
+        doc="contexts of engines are those of the tape",
+        unit="attempts",
+        run=prefix_proof,
+    ),
     Check(contract="token", name="lengths", doc="one log-prob an id", unit="actions", run=lengths),
     Check(contract="token", name="vocabulary", doc="ids inside the vocabulary", unit="tokens", run=vocabulary),
-    Check(contract="token", name="completeness", doc="no event index is missing, token counts add up", unit="attempts",
-          run=completeness),
-    Check(contract="token", name="content_digests", doc="batch members are, bit for bit, what was pinned",
-          unit="members", run=content_digests),
+    Check(
+        contract="token",
+        name="completeness",
+        doc="no event index is missing, token counts add up",
+        unit="attempts",
+        run=completeness,
+    ),
+    Check(
+        contract="token",
+        name="content_digests",
+        doc="batch members are, bit for bit, what was pinned",
+        unit="members",
+        run=content_digests,
+    ),
 )

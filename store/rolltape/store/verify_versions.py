@@ -88,7 +88,8 @@ def forward_only(context: Context) -> Outcome:
     broken = [
         at_trajectory(
             row,
-            f"action {row['event_id']} of trajectory {row['trajectory_id']}: expected versions that do not go back, got "
+            f"action {row['event_id']} of trajectory {row['trajectory_id']}: expected versions that do not go "
+            "back, got "
             f"{row['version']} after {row['version_before']} at token {row['start']}",
             event_id=row["event_id"],
             tensor="policy_versions",
@@ -119,7 +120,8 @@ def kv_provenance(context: Context) -> Outcome:
     broken = [
         at_trajectory(
             row,
-            f"action {row['event_id']}: expected cached keys of version {row['newest']} or older, got {row['kv_version']}",
+            f"action {row['event_id']}: expected cached keys of version {row['newest']} or older, got "
+            f"{row['kv_version']}",
             event_id=row["event_id"],
         )
         for row in rows
@@ -141,7 +143,10 @@ def weight_sync(context: Context) -> Outcome:
         """
     )
     broken = [
-        {"message": f"version {row['version']} of policy {row['policy_id']} (epoch {row['policy_run_epoch']}): {problem}"}
+        {
+            "message": f"version {row['version']} of policy {row['policy_id']} (epoch "
+            "{row['policy_run_epoch']}): {problem}"
+        }
         for row in versions
         for problem in _sync_problems(row)
     ]
@@ -160,7 +165,9 @@ def _sync_problems(row: dict[str, Any]) -> list[str]:
     if row["num_digests"] > 1:
         problems.append(f"expected one weights digest, its events name {row['num_digests']}")
     if row["is_committed"] and row["unstaged"]:
-        problems.append(f"expected every required engine to have staged it before the commit, {row['unstaged']} did not")
+        problems.append(
+            f"expected every required engine to have staged it before the commit, {row['unstaged']} did not"
+        )
     if row["activated_engines"] and not row["is_committed"]:
         problems.append(f"expected a commit before any activation, {row['activated_engines']} activated without one")
     if row["activated_engines"] and row["is_aborted"]:
@@ -175,7 +182,8 @@ def _unknown_staged(context: Context) -> list[dict[str, Any]]:
     return [
         {
             "event_id": row["event_id"],
-            "message": f"commit of version {row['version']}: expected staged events on the tape, {row['unknown']} are not",
+            "message": f"commit of version {row['version']}: expected staged events on the tape, "
+            "{row['unknown']} are not",
         }
         for row in context.rows(
             """
@@ -196,7 +204,8 @@ def _engines_going_back(context: Context) -> list[dict[str, Any]]:
     return [
         {
             "event_id": row["event_id"],
-            "message": f"engine {row['engine_id']}: expected activations forward only, got version {row['version']} after "
+            "message": f"engine {row['engine_id']}: expected activations forward only, got version "
+            "{row['version']} after "
             f"{row['version_before']}",
         }
         for row in context.rows(
@@ -249,13 +258,33 @@ def staleness(context: Context) -> Outcome:
 
 
 VERSION_CHECKS: Final = (
-    Check(contract="version", name="token_versions", doc="tokens carry versions that were in effect",
-          unit="action tokens", run=token_versions),
-    Check(contract="version", name="forward_only", doc="versions do not go back within an attempt", unit="attempts",
-          run=forward_only),
-    Check(contract="version", name="kv_provenance", doc="caches are not newer than their tokens", unit="actions",
-          run=kv_provenance),
-    Check(contract="version", name="weight_sync", doc="published, staged, committed, activated", unit="versions",
-          run=weight_sync),
+    Check(
+        contract="version",
+        name="token_versions",
+        doc="tokens carry versions that were in effect",
+        unit="action tokens",
+        run=token_versions,
+    ),
+    Check(
+        contract="version",
+        name="forward_only",
+        doc="versions do not go back within an attempt",
+        unit="attempts",
+        run=forward_only,
+    ),
+    Check(
+        contract="version",
+        name="kv_provenance",
+        doc="caches are not newer than their tokens",
+        unit="actions",
+        run=kv_provenance,
+    ),
+    Check(
+        contract="version",
+        name="weight_sync",
+        doc="published, staged, committed, activated",
+        unit="versions",
+        run=weight_sync,
+    ),
     Check(contract="version", name="staleness", doc="no token is newer than its batch", unit="members", run=staleness),
 )

@@ -40,7 +40,9 @@ _SMALL_BYTES: Final = 1 << 20
 # Decoded size over Parquet size, to guess before decoding what fits (measured: 2.1 for tokens, 4 for short events).
 _EXPANSION: Final = 3
 
-_NAME: Final = re.compile(r"^(?P<kind>\w+)--(?P<topic>\w+)\.(?P<number>\d+)--(?P<first>\d+)-(?P<end>\d+)--(?P<crc>[0-9a-f]{8})\.arrow$")
+_NAME: Final = re.compile(
+    r"^(?P<kind>\w+)--(?P<topic>\w+)\.(?P<number>\d+)--(?P<first>\d+)-(?P<end>\d+)--(?P<crc>[0-9a-f]{8})\.arrow$"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +317,7 @@ def _batches(files: Iterable[DataFile]) -> Iterator[list[DataFile]]:
     """Files in log order, together as long as they decode to little, and always together where they overlap."""
     batch: list[DataFile] = []
     total, last = 0, -1
-    for file in sorted(files, key=lambda file: (file.min_log_topic or "", file.min_log_offset or 0)):
+    for file in sorted(files, key=lambda file: file.log_order):
         overlaps = (file.min_log_offset or 0) <= last
         if batch and not overlaps and total + file.size_bytes * _EXPANSION > SEGMENT_BYTES:
             yield batch

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -98,16 +99,14 @@ class Workspace:
         key = self.source.key()
         if key is None:
             return self._fold()
-        return _FOLDS.get((*key, str(self.as_of), self._run_id, self._trajectory_ids), self)
+        return _FOLDS.get((*key, str(self.as_of), self._run_id, self._trajectory_ids), self._fold)
 
     def _fold(self) -> Fold:
         from rolltape.schema.fold import FOLDED_KINDS, fold  # most statements fold nothing
 
         events = self.source.read(_WHOLE, as_of=self.as_of)
         rest = [kind for kind in FOLDED_KINDS if kind not in _WHOLE]
-        events |= self.source.read(
-            rest, as_of=self.as_of, run_id=self._run_id, trajectory_ids=self._trajectory_ids
-        )
+        events |= self.source.read(rest, as_of=self.as_of, run_id=self._run_id, trajectory_ids=self._trajectory_ids)
         return fold(events)
 
     def _register_fold(self) -> None:
@@ -138,12 +137,12 @@ class _Folds:
         self._kept: OrderedDict[tuple[object, ...], Fold] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: tuple[object, ...], workspace: Workspace) -> Fold:
+    def get(self, key: tuple[object, ...], make: Callable[[], Fold]) -> Fold:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
-        made = workspace._fold()
+        made = make()
         with self._lock:
             self._kept[key] = made
             while len(self._kept) > 1 and (len(self._kept) > MAX_FOLDS or self._num_bytes() > MAX_FOLD_BYTES):
@@ -168,6 +167,7 @@ def _before(as_of: Cursor | None) -> str:
     return " OR ".join(places) or "FALSE"
 
 
+@cache
 def view_columns() -> pa.Table:
     """Every view and column that a statement may name: view, column, type, unit, doc."""
     rows: list[tuple[str, str, str, str, str]] = []
@@ -198,10 +198,7 @@ def _projection_types() -> dict[str, list[tuple[str, str]]]:
 
     empty = Workspace(TableSource({}))
     return {
-        name: [
-            (column, str(type_))
-            for column, type_ in zip(relation.columns, relation.types, strict=True)
-        ]
+        name: [(column, str(type_)) for column, type_ in zip(relation.columns, relation.types, strict=True)]
         for name in PROJECTIONS
         for relation in [empty.relation(f"SELECT * FROM {quoted(name)}", [name])]
     }
