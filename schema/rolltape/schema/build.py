@@ -23,7 +23,7 @@ from rolltape.schema.findings import Refusal
 from rolltape.schema.jsonline import to_json_line
 from rolltape.schema.layout import Layout, Place, assemble, blank_columns, layout_of
 from rolltape.schema.reasons import BAD_VALUE, BROKEN_UTF8, ID_OVERFLOW
-from rolltape.schema.stream import encode
+from rolltape.schema.stream import encode, kind_of
 
 PayloadFormat = Literal["arrow_ipc", "json_line", "raw"]
 
@@ -99,23 +99,21 @@ def with_columns(batch: pa.RecordBatch, columns: Mapping[str, Any]) -> pa.Record
     Raises:
         ValidationError: a value does not fit; stamps are made by us, so nothing is set aside here.
     """
-    layout = layout_of(batch.schema.field(batch.num_columns - 1).name)
-    top = batch.columns
-    struct = top.pop()
-    children: list[pa.Array] | None = None
-    for name, value in columns.items():
-        place = layout.place(name)
-        array = convert(value, place, batch.num_rows)
-        if len(array) != batch.num_rows:
-            raise ValidationError(f"{name}: expected {batch.num_rows} values, got {len(array)}")
-        if not place.in_struct:
-            top[place.index] = array
-            continue
-        children = struct.flatten() if children is None else children
-        children[place.index] = array
-    if children is not None:
-        return assemble(layout, top, children)
-    return pa.RecordBatch.from_arrays([*top, struct], schema=layout.schema)
+    layout = layout_of(kind_of(batch))
+    *top, struct = batch.columns
+    arrays = {name: convert(value, layout.place(name), batch.num_rows) for name, value in columns.items()}
+    wrong = {name: len(array) for name, array in arrays.items() if len(array) != batch.num_rows}
+    if wrong:
+        raise ValidationError(f"{layout.kind.name}: expected {batch.num_rows} values in every column, got {wrong}")
+    fields = {name for name in arrays if layout.places[name].in_struct}
+    for name in arrays.keys() - fields:
+        top[layout.places[name].index] = arrays[name]
+    if not fields:
+        return pa.RecordBatch.from_arrays([*top, struct], schema=layout.schema)
+    children = struct.flatten()
+    for name in fields:
+        children[layout.places[name].index] = arrays[name]
+    return assemble(layout, top, children)
 
 
 def _place_all(

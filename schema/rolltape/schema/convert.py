@@ -61,7 +61,8 @@ def _repeated(value: Any, place: Place, num_rows: int) -> pa.Array:
         return pa.nulls(num_rows, place.shape.type)
     if type(value) is dict and _is_cacheable(value):
         return _repeated_struct(place, repr(value), num_rows)
-    one = _from_sequence([value.as_py() if isinstance(value, pa.Scalar) else value], place)
+    plain: Any = value
+    one = _from_sequence([plain.as_py() if isinstance(plain, pa.Scalar) else plain], place)
     return one if num_rows == 1 else pa.repeat(one[0], num_rows)
 
 

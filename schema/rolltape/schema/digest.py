@@ -165,7 +165,8 @@ def _lossless(array: npt.NDArray[np.generic], dtype: str, name: str) -> npt.NDAr
 
 
 def _int32_bytes(ids: TokenIds) -> bytes | memoryview:
-    array = ids.to_numpy(zero_copy_only=False) if isinstance(ids, pa.Array) else np.asarray(ids)
+    given: Any = ids
+    array: npt.NDArray[Any] = given.to_numpy(zero_copy_only=False) if isinstance(given, pa.Array) else np.asarray(given)
     if array.size == 0:
         return b""
     if array.dtype != np.dtype("<i4"):

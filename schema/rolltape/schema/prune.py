@@ -7,8 +7,9 @@ types of what remains are looked up by what is present, since making Arrow types
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -59,7 +60,7 @@ class Node:
     field: pa.Field
     is_list: bool
     children: tuple[Node, ...]
-    variants: Variants[pa.Field] = field(default_factory=Variants)
+    variants: Variants[pa.Field] = dataclasses.field(default_factory=Variants)
 
     def prune(self, array: pa.Array) -> Part | None:
         """``array`` without its null parts; ``None`` where it is null in every row."""
@@ -101,7 +102,7 @@ class Pruner:
     """All columns of one kind's records, and the schemas that pruned records of it have."""
 
     nodes: tuple[Node, ...]
-    schemas: Variants[pa.Schema] = field(default_factory=Variants)
+    schemas: Variants[pa.Schema] = dataclasses.field(default_factory=Variants)
 
     def prune(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """``batch`` without what is null in every row, the kind's struct included where all its fields are null."""
