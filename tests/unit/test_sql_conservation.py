@@ -53,7 +53,13 @@ def test_every_fate(tape: Any) -> None:
     complete(tape, "b1")
     (row,) = conservation(tape)
     assert counts(row) == {
-        "dispatched": 6, "undispatched": 1, "trained": 2, "dropped": 1, "evaluated": 1, "superseded": 1, "in_flight": 2,
+        "dispatched": 6,
+        "undispatched": 1,
+        "trained": 2,
+        "dropped": 1,
+        "evaluated": 1,
+        "superseded": 1,
+        "in_flight": 2,
     }
     assert row["num_unbalanced"] == 0
     assert row["drop_reasons"] == [{"reason": "stale", "num": 1}]

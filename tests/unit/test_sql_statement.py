@@ -103,7 +103,7 @@ def test_text_that_does_not_parse(sql: str) -> None:
         ("FROM trajectories", {"trajectories"}),
         ("TABLE steps", {"steps"}),
         ("VALUES (1)", set()),
-        ("SELECT * FROM Trajectories t JOIN \"STEPS\" s ON TRUE", {"trajectories", "steps"}),
+        ('SELECT * FROM Trajectories t JOIN "STEPS" s ON TRUE', {"trajectories", "steps"}),
         ("WITH x AS (SELECT * FROM tokens) SELECT * FROM x UNION ALL SELECT * FROM x", {"tokens"}),
         ("SELECT * FROM range(3), unnest([1])", set()),
         ("SELECT * FROM groups WHERE EXISTS (FROM rewards)", {"groups", "rewards"}),

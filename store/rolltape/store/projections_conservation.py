@@ -189,7 +189,7 @@ ATTEMPT_FATES = View(
 CONSERVATION = View(
     name="conservation",
     needs=("attempt_fates", "attempts"),
-    doc="Per trainer of a run: what was begun = what became of it; balance 0 and num_unbalanced 0, or something is wrong.",
+    doc="Per trainer of a run: begun = what became of it; balance and num_unbalanced are 0, or something is wrong.",
     select="""
         WITH reasons AS (
             SELECT run_id, trainer_id, list({'reason': drop_reason, 'num': num} ORDER BY drop_reason) AS drop_reasons

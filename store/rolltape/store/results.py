@@ -48,20 +48,20 @@ class QueryResult:
 
     def polars(self) -> pl.DataFrame:
         """The rows as a Polars frame (extra ``frames``)."""
-        import polars
+        import polars as pl
 
-        return cast("pl.DataFrame", polars.from_arrow(self.arrow()))
+        return cast("pl.DataFrame", pl.from_arrow(self.arrow()))
 
     def pandas(self) -> pd.DataFrame:
         """The rows as a pandas frame (extra ``frames``); integers with nulls stay integers."""
-        import pandas
+        import pandas as pd
 
         nullable = {
-            pa.int8(): pandas.Int8Dtype(),
-            pa.int16(): pandas.Int16Dtype(),
-            pa.int32(): pandas.Int32Dtype(),
-            pa.int64(): pandas.Int64Dtype(),
-            pa.bool_(): pandas.BooleanDtype(),
+            pa.int8(): pd.Int8Dtype(),
+            pa.int16(): pd.Int16Dtype(),
+            pa.int32(): pd.Int32Dtype(),
+            pa.int64(): pd.Int64Dtype(),
+            pa.bool_(): pd.BooleanDtype(),
         }
         return cast("pd.DataFrame", self.arrow().to_pandas(types_mapper=nullable.get))
 

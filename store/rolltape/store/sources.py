@@ -1,6 +1,4 @@
-"""Where views take their rows from: event tables in memory, or the data files of a lake's snapshot, unread "
-"until needed.
-"""
+"""Where views take their rows from: event tables in memory, or a lake's data files, unread until needed."""
 
 from __future__ import annotations
 

@@ -79,9 +79,7 @@ def _recompute(context: Context, members: Sequence[dict[str, Any]]) -> dict[tupl
 
 
 def _upto(table: pa.Table, members: Sequence[dict[str, Any]]) -> pa.Table:
-    """Events up to the last event index that each member's batch saw; older attempts whole (a resumption "
-    "needs them).
-    """
+    """Events up to the last index that each member's batch saw; older attempts whole (a resumption needs them)."""
     place = pc.index_in(table["trajectory_id"], pa.array([member["trajectory_id"] for member in members]))
     at = place.to_numpy()
     attempts = np.array([member["attempt"] for member in members])[at]

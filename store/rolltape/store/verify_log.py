@@ -1,6 +1,4 @@
-"""What the log promises (design §5.5, §5.6): lanes and offsets without gaps, one event an id, every rollout "
-"accounted for.
-"""
+"""What the log promises (design §5.5, §5.6): no gaps, one event an id, every rollout accounted for."""
 
 from __future__ import annotations
 

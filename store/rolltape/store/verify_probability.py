@@ -1,6 +1,4 @@
-"""Probability contract: one log-prob per sampled token, of a declared distribution, close to what the trainer "
-"computes.
-"""
+"""Probability contract: a log-prob per sampled token, of a declared distribution, close to the trainer's."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def modes(context: Context) -> Outcome:
 
 
 def mismatch(context: Context) -> Outcome:
-    """Same-checkpoint comparisons: a probe that finds no more than its shifted control, or no number, proves "
-    "nothing.
-    """
+    """Same-checkpoint comparisons: a probe with no number, or one not below its shifted control, proves nothing."""
     rows = context.rows(
         f"""
         SELECT event_id, step, version, num_tokens, mean_abs_delta, max_abs_delta, outside_share,

@@ -1,6 +1,4 @@
-"""Token contract: sampled ids are the ids that are trained, each context is proved, and batches hold what "
-"they pinned.
-"""
+"""Token contract: sampled ids are trained as they are, contexts are proved, batches hold what they pinned."""
 
 from __future__ import annotations
 
