@@ -76,6 +76,15 @@ def test_zero_log_probs_are_kept_and_trusted(lake: Lake, reports: Mapping[str, I
     assert rows_of(lake, untrusted) == [(0,)]
 
 
+def test_a_score_beside_the_reward_is_kept_and_does_not_count(
+    lake: Lake, reports: Mapping[str, ImportReport]
+) -> None:
+    rewards = lake.read("reward_assigned", run_id=reports[ROLLOUTS].run_id)["reward_assigned"].to_pylist()
+    assert {reward["scalar"] for reward in rewards} == {0.0}
+    kept = {(part["name"], part["value"], part["weight"]) for reward in rewards for part in reward["components"]}
+    assert kept == {("reward", 0.0, 1.0), ("subtask_score", 11.0, 0.0)}
+
+
 def test_the_stop_token_is_in(lake: Lake, reports: Mapping[str, ImportReport]) -> None:
     last = {ids[-1] for ids in actions_of(lake, reports[ROLLOUTS])["token_ids"].to_pylist()}
     assert last == {STOP_TOKEN}

@@ -45,10 +45,11 @@ def test_the_fold_finds_the_first_difference(lake: Lake, reports: Mapping[str, I
 
 
 def test_verify_names_the_index(lake: Lake, reports: Mapping[str, ImportReport]) -> None:
-    report = verify(lake)
     (trajectory_id,) = lake.read("rollout_started", run_id=reports[DRIFT].run_id)["trajectory_id"].to_pylist()
-    about = [str(finding) for finding in report.broken if trajectory_id in str(finding)]
-    assert any(str(FIRST_DIFFERENCE) in finding for finding in about), about
+    proof = verify(lake).check("prefix_proof")
+    (finding,) = [finding for finding in proof.findings if finding.trajectory_id == trajectory_id]
+    assert finding.index == FIRST_DIFFERENCE
+    assert f"index {FIRST_DIFFERENCE}" in finding.message
 
 
 def test_message_logs_keep_prompts_and_empty_actions(lake: Lake, reports: Mapping[str, ImportReport]) -> None:

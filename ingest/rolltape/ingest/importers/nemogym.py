@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rolltape.ingest.importers.reading import (
     canonical_json,
@@ -28,6 +28,7 @@ from rolltape.schema.reward import RewardComponent
 _POSED_BY: Final = ("input", "instructions", "tools", "metadata")
 _PLACEHOLDER_MODEL: Final = "model"
 _OUTPUT_ITEM: Final = "function_call_output"
+_SCORES: Final = ("score", "subtask_score")
 
 
 def is_rollout(document: Mapping[str, Any]) -> bool:
@@ -214,17 +215,15 @@ def _sampling(params: Mapping[str, Any], response: Mapping[str, Any]) -> dict[st
 
 
 def _reward_components(document: Mapping[str, Any], scorer: str | None) -> list[RewardComponent]:
+    """The reward, and with weight 0 the scores that the verifier gave beside it."""
     value = optional_float(document, "reward")
-    return [
-        RewardComponent(
-            name="reward",
-            source="rule",
-            value=value,
-            weight=1.0,
-            status="missing" if value is None else "ok",
-            scorer=scorer,
-        )
-    ]
+    status: Literal["ok", "missing"] = "missing" if value is None else "ok"
+    components = [RewardComponent(name="reward", source="rule", value=value, weight=1.0, status=status, scorer=scorer)]
+    for name in _SCORES:
+        score = optional_float(document, name)
+        if score is not None:
+            components.append(RewardComponent(name=name, source="rule", value=score, weight=0.0, scorer=scorer))
+    return components
 
 
 def _prompt_text(params: Mapping[str, Any]) -> str | None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rolltape.ingest.importers.rows import EventRows, Ids
-from rolltape.schema.reward import RewardComponent, scalarise
+from rolltape.schema.reward import SCALARISER_VERSION, RewardComponent, scalarise
 
 
 @dataclass(slots=True)
@@ -75,8 +75,8 @@ class TrajectoryRows:
             "reward_assigned",
             event_id=self.ids.of("event", *self.place, "reward"),
             **self._names(),
-            components=[_component_row(component) for component in components],
-            scalariser_version=scalarised.version,
+            components=[component.to_row() for component in components],
+            scalariser_version=SCALARISER_VERSION,
             scalar=scalarised.scalar,
             state=scalarised.state,
         )
@@ -113,8 +113,3 @@ class TrajectoryRows:
 def _plus(total: int | None, token_ids: Sequence[int] | None) -> int | None:
     """The running check sum; unknown once one part is."""
     return None if total is None or token_ids is None else total + len(token_ids)
-
-
-def _component_row(component: RewardComponent) -> Mapping[str, Any]:
-    names = ("name", "source", "dimension", "value", "weight", "required", "status", "scorer", "reason")
-    return {name: getattr(component, name) for name in names}
