@@ -10,8 +10,9 @@ import torch
 from rolltape.schema.digest import prefix_digest
 from rolltape.schema.errors import UntrainableError
 from rolltape.schema.fold import Fold, fold
-from rolltape.trainers.assembly import BatchPlan, VersionRules, pack_members, plan_batch
+from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.members import pack_members
 from rolltape.trainers.step import make_optimizer, train_step
 
 PROMPT = (3, 4)
@@ -180,7 +181,7 @@ def test_lag_at_the_bound_is_kept(tape: Any) -> None:
 def test_group_of_one_is_an_error_for_a_group_estimator_only(tape: Any) -> None:
     rollout(tape, "lone", size=1)
     folded = fold(tape.tables())
-    with pytest.raises(UntrainableError, match="group_of_one.*lone"):
+    with pytest.raises(UntrainableError, match=r"group_of_one.*lone"):
         plan_batch(folded, VersionRules(current=0, newest=0))
     plan = plan_batch(folded, VersionRules(current=0, newest=0), group_method=False)
     assert [m.trajectory_id for m in plan.members] == ["lone"]
@@ -227,7 +228,9 @@ def _trained(tape: Any, **config: Any) -> tuple[Any, torch.nn.Module, dict[str, 
     model = build_model("char-64x2", 0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = TrainerConfig(**config)
-    outcome = train_step(model, make_optimizer(model, trainer), pack_members(folded, plan.members), trainer, temperature=1.0)
+    outcome = train_step(
+        model, make_optimizer(model, trainer), pack_members(folded, plan.members), trainer, temperature=1.0
+    )
     return outcome, model, before
 
 

@@ -16,10 +16,8 @@ import torch
 from rolltape.schema import reasons
 from rolltape.schema.errors import UntrainableError
 from rolltape.schema.fold import Fold
-from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.groups import PadRule, complete_groups
-from rolltape.trainers.packing import FlatSegments, pack
-from rolltape.trainers.pinned import Dropped, Member, fold_index
+from rolltape.trainers.members import Dropped, Member, dense_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +105,7 @@ def plan_batch(
     rows = [row for row in folded.trajectories.select(names).to_pylist() if row["is_current"]]
     rows.sort(key=lambda r: (_last(r["group_ordinal"]), r["group_id"] or "", _last(r["member"]), r["trajectory_id"]))
     why = [refusal(row, rules) for row in rows]
-    groups = _dense([row["group_id"] or row["trajectory_id"] for row in rows])
+    groups = dense_groups([row["group_id"] or row["trajectory_id"] for row in rows])
     sizes = _expected_sizes(rows, groups)
     if group_method and rows and sizes.min() < 2:
         lone = rows[int(sizes.argmin())]
@@ -126,19 +124,14 @@ def plan_batch(
         torch.from_numpy(groups), torch.from_numpy(sizes), torch.from_numpy(valid), pad_rule=pad_rule
     )
     kept = plan.member_index.tolist()
-    for index in sorted(set(np.flatnonzero(valid).tolist()) - set(kept)):
-        dropped.append(_dropped(rows[index], reasons.GROUP_INCOMPLETE))
+    left = sorted(set(np.flatnonzero(valid).tolist()) - set(kept))
+    dropped += [_dropped(rows[index], reasons.GROUP_INCOMPLETE) for index in left]
     members = tuple(_member(rows[i], padding=p) for i, p in zip(kept, plan.is_padding.tolist(), strict=True))
     return BatchPlan(members=members, dropped=tuple(dropped))
 
 
 def _last(value: int | None) -> int:
     return np.iinfo(np.int32).max if value is None else value
-
-
-def _dense(keys: Sequence[str]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    numbers: dict[str, int] = {}
-    return np.asarray([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
 def _expected_sizes(
@@ -162,46 +155,3 @@ def _member(row: dict[str, Any], *, padding: bool) -> Member:
         member=_last(row["member"]),
         is_padding=padding,
     )
-
-
-def pack_members(folded: Fold, members: Sequence[Member]) -> PackedBatch:
-    """Packed tensors of the members' segments that hold action tokens, in member order then segment order.
-
-    A member without action tokens (an empty response) has no row; its reward still counts in its group.
-    """
-    index = fold_index(folded)
-    rewards_of = folded.trajectories["reward"].to_pylist()
-    flat = FlatSegments.of(folded.segments)
-    segment_rows = _segment_rows(folded, flat)
-    rows: list[int] = []
-    row_member: list[int] = []
-    for number, member in enumerate(members):
-        for row in segment_rows.get((member.trajectory_id, member.attempt), ()):
-            rows.append(row)
-            row_member.append(number)
-    rewards = [rewards_of[index[m.trajectory_id, m.attempt]] for m in members]
-    return pack(
-        flat,
-        rows,
-        row_member=row_member,
-        rewards=[float("nan") if reward is None else reward for reward in rewards],
-        groups=_dense([m.group_id for m in members]).tolist(),
-        is_padding=[m.is_padding for m in members],
-    )
-
-
-def _segment_rows(folded: Fold, flat: FlatSegments) -> dict[tuple[str, int], list[int]]:
-    """Rows of each attempt's segments that have a token to train, in segment order."""
-    segments = folded.segments
-    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
-    keys = zip(
-        segments["trajectory_id"].to_pylist(),
-        segments["attempt"].to_pylist(),
-        segments["segment_index"].to_pylist(),
-        flat.has_action().tolist(),
-        strict=True,
-    )
-    for row, (trajectory, attempt, segment, has_action) in enumerate(keys):
-        if has_action:
-            found.setdefault((trajectory, attempt), []).append((segment, row))
-    return {key: [row for _, row in sorted(rows)] for key, rows in found.items()}

@@ -14,7 +14,7 @@ from rolltape.schema.cursor import Cursor
 from rolltape.schema.fold import Fold, fold
 from rolltape.schema.render import arrow_schema
 from rolltape.schema.runline import RunLine
-from rolltape.trainers.pinned import Member
+from rolltape.trainers.members import Member
 
 KINDS: Final = (
     "rollout_dispatched",

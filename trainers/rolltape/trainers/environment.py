@@ -37,13 +37,16 @@ def describe_environment() -> dict[str, Any]:
 
 def differences(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     """Each thing on which bits depend that differs between a recorded run and this process, named."""
-    found = []
-    for name in ("device", "cpu_capability", "num_threads", "world_size"):
-        if recorded.get(name) is not None and recorded[name] != here[name]:
-            found.append(f"{name}: recorded {recorded[name]}, here {here[name]}")
+    found = [
+        f"{name}: recorded {recorded[name]}, here {here[name]}"
+        for name in ("device", "cpu_capability", "num_threads", "world_size")
+        if recorded.get(name) is not None and recorded[name] != here[name]
+    ]
     there = {entry["name"]: entry["version"] for entry in recorded.get("libraries") or ()}
     now = {entry["name"]: entry["version"] for entry in here["libraries"]}
-    for name in _BITS_DEPEND_ON:
-        if name in there and there[name] != now.get(name):
-            found.append(f"{name}: recorded {there[name]}, here {now.get(name)}")
+    found += [
+        f"{name}: recorded {there[name]}, here {now.get(name)}"
+        for name in _BITS_DEPEND_ON
+        if name in there and there[name] != now.get(name)
+    ]
     return found

@@ -22,7 +22,7 @@ from rolltape.schema.crash import crash_window
 from rolltape.schema.fold import Fold
 from rolltape.schema.identity import derived_id
 from rolltape.store.lake import Lake
-from rolltape.trainers.assembly import BatchPlan, VersionRules, pack_members, plan_batch
+from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.checkpoint import Progress, save_checkpoint
 from rolltape.trainers.collect import KINDS, StepCollector
@@ -30,7 +30,8 @@ from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.coordinator import Coordinator, PolicyVersion
 from rolltape.trainers.environment import describe_environment
 from rolltape.trainers.history import RunHistory
-from rolltape.trainers.pinned import PinnedBatch, batch_temperature, member_columns, read_pinned
+from rolltape.trainers.members import one_temperature, pack_members, temperatures_of
+from rolltape.trainers.pinned import PinnedBatch, member_columns, read_pinned
 from rolltape.trainers.probe import MismatchProbe, probe
 from rolltape.trainers.publish import publish_columns
 from rolltape.trainers.records import batch_formed_columns, step_completed_fields, tokens_trained_columns
@@ -66,7 +67,6 @@ class FormedBatch:
 
     batch_id: str
     plan: BatchPlan
-    folded: Fold
     packed: PackedBatch
     digest: str
     newest_version: int
@@ -202,8 +202,7 @@ class Trainer:
         return FormedBatch(
             batch_id=pinned.batch_id,
             plan=plan,
-            folded=pinned.folded,
-            packed=pack_members(pinned.folded, pinned.members),
+            packed=pinned.packed,
             digest=pinned.digest,
             newest_version=newest,
             temperature=pinned.temperature,
@@ -238,11 +237,10 @@ class Trainer:
         return FormedBatch(
             batch_id=batch_id,
             plan=plan,
-            folded=folded,
             packed=pack_members(folded, plan.members),
             digest=digest,
             newest_version=rules.newest,
-            temperature=batch_temperature(folded, plan.members),
+            temperature=one_temperature(temperatures_of(folded, plan.members)),
             component_means=component_means(collector.rewards_of(plan.members)),
         )
 

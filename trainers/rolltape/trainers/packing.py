@@ -91,65 +91,75 @@ def _values(column: pa.ListArray) -> tuple[npt.NDArray[Any], Offsets]:
     return np.frombuffer(buffer, width)[child.offset : child.offset + len(child)], offsets
 
 
-def pack(
-    segments: FlatSegments,
-    row_indexes: Sequence[int],
-    *,
-    row_member: Sequence[int],
-    rewards: Sequence[float],
-    groups: Sequence[int],
-    is_padding: Sequence[bool],
-) -> PackedBatch:
-    """Pack rows of segments, in the order given.
+class BatchBuilder:
+    """Packs rows part by part into tensors that grow in place.
 
-    Args:
-        segments: folded segments.
-        row_indexes: B rows of it to take; a row may be taken twice (padding copies).
-        row_member: B member indexes.
-        rewards: M scalar rewards.
-        groups: M dense group numbers.
-        is_padding: M flags.
-
-    Returns:
-        The batch; 13 bytes a token beside the row arrays, and nothing else of that size is held.
+    A large block grows by moving its pages, not its bytes, so that a batch that is read part by part is held once: 13
+    bytes a token, and one part's events.
     """
-    flat = segments
-    rows = np.asarray(row_indexes, dtype=np.int64)
-    context_lengths = flat.prompt_at[rows + 1] - flat.prompt_at[rows]
-    response_lengths = flat.response_at[rows + 1] - flat.response_at[rows]
-    cu = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum(context_lengths + response_lengths, out=cu[1:])
-    total = int(cu[-1])
-    token_ids = np.empty(total, np.int32)
-    action_mask = np.empty(total, np.bool_)
-    log_probs = np.empty(total, np.float32)
-    versions = np.empty(total, np.int32)
-    # One slice copy a row and column: a few microseconds a row, memcpy speed for long ones.
-    for row, start, context, length in zip(
-        rows.tolist(), cu[:-1].tolist(), context_lengths.tolist(), response_lengths.tolist(), strict=True
-    ):
-        middle, end = start + context, start + context + length
-        token_ids[start:middle] = flat.prompt[flat.prompt_at[row] : flat.prompt_at[row + 1]]
-        token_ids[middle:end] = flat.response[flat.response_at[row] : flat.response_at[row + 1]]
-        action_mask[start:middle] = False
-        action_mask[middle:end] = flat.mask[flat.mask_at[row] : flat.mask_at[row + 1]]
-        log_probs[start:middle] = 0.0
+
+    def __init__(self) -> None:
+        self._token_ids = np.empty(0, np.int32)
+        self._action_mask = np.empty(0, np.bool_)
+        self._log_probs = np.empty(0, np.float32)
+        self._versions = np.empty(0, np.int32)
+        self._num_tokens = 0
+        self._context_lengths: list[int] = []
+        self._lengths: list[int] = []
+        self._row_member: list[int] = []
+
+    def add(self, flat: FlatSegments, row_indexes: Sequence[int], row_member: Sequence[int]) -> None:
+        """Pack rows of ``flat`` in the order given; a row may be taken twice (padding copies)."""
+        rows = np.asarray(row_indexes, dtype=np.int64)
+        contexts = flat.prompt_at[rows + 1] - flat.prompt_at[rows]
+        responses = flat.response_at[rows + 1] - flat.response_at[rows]
+        lengths = contexts + responses
+        start = self._num_tokens
+        self._reserve(start + int(lengths.sum()))
+        # One slice copy a row and column: a few microseconds a row, memcpy speed for long ones.
+        for row, context, response in zip(rows.tolist(), contexts.tolist(), responses.tolist(), strict=True):
+            self._copy(flat, row, start, start + context, start + context + response)
+            start += context + response
+        self._num_tokens = start
+        self._context_lengths += contexts.tolist()
+        self._lengths += lengths.tolist()
+        self._row_member += row_member
+
+    def _reserve(self, num_tokens: int) -> None:
+        if num_tokens <= len(self._token_ids):
+            return
+        size = max(num_tokens, 2 * len(self._token_ids))
+        for array in (self._token_ids, self._action_mask, self._log_probs, self._versions):
+            array.resize(size, refcheck=False)
+
+    def _copy(self, flat: FlatSegments, row: int, start: int, middle: int, end: int) -> None:
+        length = end - middle
+        self._token_ids[start:middle] = flat.prompt[flat.prompt_at[row] : flat.prompt_at[row + 1]]
+        self._token_ids[middle:end] = flat.response[flat.response_at[row] : flat.response_at[row + 1]]
+        self._action_mask[start:middle] = False
+        self._action_mask[middle:end] = flat.mask[flat.mask_at[row] : flat.mask_at[row + 1]]
+        self._log_probs[start:middle] = 0.0
         first = flat.log_probs_at[row]
-        log_probs[middle:end] = flat.log_probs[first : first + length]
+        self._log_probs[middle:end] = flat.log_probs[first : first + length]
         if flat.null is not None:
-            bad = flat.null[first : first + length] & action_mask[middle:end]
-            log_probs[middle:end][bad] = np.nan
-        versions[start:middle] = -1
-        versions[middle:end] = flat.versions[flat.versions_at[row] : flat.versions_at[row + 1]]
-    return PackedBatch(
-        token_ids=torch.from_numpy(token_ids),
-        cu_seqlens=torch.from_numpy(cu),
-        context_lengths=torch.from_numpy(context_lengths),
-        action_mask=torch.from_numpy(action_mask),
-        rollout_log_probs=torch.from_numpy(log_probs),
-        policy_versions=torch.from_numpy(versions),
-        row_member=torch.as_tensor(row_member, dtype=torch.int64),
-        rewards=torch.as_tensor(rewards, dtype=torch.float64),
-        groups=torch.as_tensor(groups, dtype=torch.int64),
-        is_padding=torch.as_tensor(is_padding, dtype=torch.bool),
-    )
+            bad = flat.null[first : first + length] & self._action_mask[middle:end]
+            self._log_probs[middle:end][bad] = np.nan
+        self._versions[start:middle] = -1
+        self._versions[middle:end] = flat.versions[flat.versions_at[row] : flat.versions_at[row + 1]]
+
+    def finish(self, *, rewards: Sequence[float], groups: Sequence[int], is_padding: Sequence[bool]) -> PackedBatch:
+        """The batch of all rows added; ``rewards``, dense ``groups`` and ``is_padding`` are of its M members."""
+        total = self._num_tokens
+        lengths = np.asarray(self._lengths, np.int64)
+        return PackedBatch(
+            token_ids=torch.from_numpy(self._token_ids)[:total],
+            cu_seqlens=torch.from_numpy(np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)))),
+            context_lengths=torch.as_tensor(self._context_lengths, dtype=torch.int64),
+            action_mask=torch.from_numpy(self._action_mask)[:total],
+            rollout_log_probs=torch.from_numpy(self._log_probs)[:total],
+            policy_versions=torch.from_numpy(self._versions)[:total],
+            row_member=torch.as_tensor(self._row_member, dtype=torch.int64),
+            rewards=torch.as_tensor(rewards, dtype=torch.float64),
+            groups=torch.as_tensor(groups, dtype=torch.int64),
+            is_padding=torch.as_tensor(is_padding, dtype=torch.bool),
+        )

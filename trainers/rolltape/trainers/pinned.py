@@ -10,14 +10,24 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltape.schema import reasons
 from rolltape.schema.digest import batch_digest
-from rolltape.schema.errors import DigestMismatchError, ReplayError, UntrainableError
+from rolltape.schema.errors import DigestMismatchError, ReplayError
 from rolltape.schema.fold import Fold, content_digests_of, fold
+from rolltape.schema.kinds.training import MEMBER_TYPE
+from rolltape.schema.render import arrow_schema
 from rolltape.store.lake import Lake
+from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.members import (
+    Member,
+    add_members,
+    finish_members,
+    fold_index,
+    one_temperature,
+    temperatures_of,
+)
+from rolltape.trainers.packing import BatchBuilder
 
 FOLDED_KINDS: Final = (
-    "run_started",
     "rollout_dispatched",
     "rollout_started",
     "rollout_resumed",
@@ -29,6 +39,21 @@ FOLDED_KINDS: Final = (
     "mask_assigned",
 )
 
+MEMBERS_PER_PART: Final = 128
+"""Members that are read and folded at once; a whole batch's events would double its memory."""
+
+_PINNED: Final = (
+    "trajectory_id",
+    "attempt",
+    "group_id",
+    "group_ordinal",
+    "member",
+    "is_padding",
+    "last_event_index",
+    "reward_event_ids",
+    "mask_event_ids",
+)
+
 # Tensor names as the trainer sees them, by the digest column that covers each.
 TENSOR_OF_DIGEST: Final = {
     "token_ids_digest": "token_ids",
@@ -37,35 +62,6 @@ TENSOR_OF_DIGEST: Final = {
     "versions_digest": "policy_versions",
     "rewards_digest": "reward",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One member of a batch: a trajectory's attempt, or a padding copy of one."""
-
-    trajectory_id: str
-    attempt: int
-    group_id: str
-    group_ordinal: int
-    member: int
-    is_padding: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
-    """A candidate that is not trained, and the named reason."""
-
-    trajectory_id: str
-    attempt: int
-    group_id: str | None
-    reason: str
-
-
-def fold_index(folded: Fold) -> dict[tuple[str, int], int]:
-    """Row of each (trajectory, attempt) in ``folded.trajectories``."""
-    table = folded.trajectories
-    keys = zip(table["trajectory_id"].to_pylist(), table["attempt"].to_pylist(), strict=True)
-    return {key: row for row, key in enumerate(keys)}
 
 
 def member_columns(folded: Fold, members: Sequence[Member]) -> tuple[pa.StructArray, str]:
@@ -115,13 +111,7 @@ def _one_array(column: pa.ChunkedArray) -> pa.Array:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _member_types() -> dict[str, pa.DataType]:
-    from rolltape.schema.kinds.training import MEMBER_TYPE
-
-    return {f.name: f.type for f in MEMBER_TYPE.fields}
-
-
-_MEMBER: Final = _member_types()
+_MEMBER: Final = {f.name: f.type for f in MEMBER_TYPE.fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,89 +120,76 @@ class PinnedBatch:
 
     batch_id: str
     step: int
-    folded: Fold
     members: tuple[Member, ...]
-    member_structs: pa.StructArray
+    packed: PackedBatch
     digest: str
     rewards: pa.Table
     temperature: float
 
 
-def read_pinned(lake: Lake, run_id: str, batch_id: str, *, check: bool = True) -> PinnedBatch:
-    """Read the events of a recorded batch, exactly those that it names, and fold them.
+def read_pinned(lake: Lake, run_id: str, batch_id: str) -> PinnedBatch:
+    """Read the events of a recorded batch, exactly those that it names, and pack them part by part.
 
     Raises:
         ReplayError: the batch or one of its members is not on the tape.
         DigestMismatchError: a member's content is not what was trained; names the trajectory and the tensor.
     """
-    table = lake.read("batch_formed", run_id=run_id)
-    match = (
-        table.filter(pc.equal(pc.struct_field(table["batch_formed"], "batch_id"), batch_id))
-        if table.num_rows
-        else table
-    )
-    if not match.num_rows:
-        raise ReplayError(f"run {run_id} has no batch {batch_id!r}")
-    row = match["batch_formed"].combine_chunks()
+    row = _batch_row(lake, run_id, batch_id)
     pinned = pc.list_flatten(pc.struct_field(row, "members"))
-    columns: Mapping[str, list[Any]] = {name: pc.struct_field(pinned, name).to_pylist() for name in _MEMBER}
+    columns: Mapping[str, list[Any]] = {name: pc.struct_field(pinned, name).to_pylist() for name in _PINNED}
     members = tuple(
         Member(trajectory_id=t, attempt=a, group_id=g, group_ordinal=o, member=m, is_padding=bool(p))
-        for t, a, g, o, m, p in zip(
-            columns["trajectory_id"],
-            columns["attempt"],
-            columns["group_id"],
-            columns["group_ordinal"],
-            columns["member"],
-            columns["is_padding"],
-            strict=True,
-        )
+        for t, a, g, o, m, p in zip(*(columns[name] for name in _PINNED[:6]), strict=True)
     )
-    events = _pinned_events(lake, run_id, columns)
-    folded = fold(events)
-    index = fold_index(folded)
-    for member in members:
-        if (member.trajectory_id, member.attempt) not in index:
-            raise ReplayError(
-                f"batch {batch_id}: trajectory {member.trajectory_id} attempt {member.attempt} is not on the tape"
-            )
-    structs, digest = member_columns(folded, members)
-    if check:
-        _compare(batch_id, pinned, structs)
+    started = lake.read("run_started", run_id=run_id)
+    builder = BatchBuilder()
+    rewards: list[float] = []
+    contents: list[str] = []
+    reward_tables: list[pa.Table] = []
+    temperatures: set[float] = set()
+    for first in range(0, len(members), MEMBERS_PER_PART):
+        part = slice(first, first + MEMBERS_PER_PART)
+        events = _pinned_events(lake, run_id, {name: values[part] for name, values in columns.items()})
+        folded = fold({**events, "run_started": started})
+        _require_members(batch_id, folded, members[part])
+        structs, _ = member_columns(folded, members[part])
+        _compare(batch_id, pinned[part], structs)
+        contents += structs.field("content_digest").to_pylist()
+        rewards += add_members(builder, folded, members[part], first)
+        reward_tables.append(events["reward_assigned"])
+        temperatures |= temperatures_of(folded, members[part])
     return PinnedBatch(
         batch_id=batch_id,
         step=pc.struct_field(row, "step")[0].as_py(),
-        folded=folded,
         members=members,
-        member_structs=structs,
-        digest=digest,
-        rewards=events["reward_assigned"],
-        temperature=batch_temperature(folded, members),
+        packed=finish_members(builder, members, rewards),
+        digest=batch_digest(contents),
+        rewards=pa.concat_tables(reward_tables) if reward_tables else arrow_schema("reward_assigned").empty_table(),
+        temperature=one_temperature(temperatures),
     )
 
 
-def batch_temperature(folded: Fold, members: Sequence[Member]) -> float:
-    """The one temperature at which the members' actions were sampled; 1.0 for a batch without actions.
+def _batch_row(lake: Lake, run_id: str, batch_id: str) -> pa.StructArray:
+    table = lake.read("batch_formed", run_id=run_id)
+    struct = table["batch_formed"].combine_chunks()
+    match = struct.filter(pc.equal(pc.struct_field(struct, "batch_id"), batch_id))
+    if not len(match):
+        raise ReplayError(f"run {run_id} has no batch {batch_id!r}")
+    return match[:1]
 
-    Raises:
-        UntrainableError: there are several.
-    """
-    wanted = {(m.trajectory_id, m.attempt) for m in members}
-    rows = folded.trajectories.select(["trajectory_id", "attempt", "temperature"]).to_pylist()
-    found = {
-        row["temperature"]
-        for row in rows
-        if row["temperature"] is not None and (row["trajectory_id"], row["attempt"]) in wanted
-    }
-    if len(found) > 1:
-        raise UntrainableError(f"{reasons.MIXED_TEMPERATURE}: one batch holds actions sampled at {sorted(found)}")
-    return float(found.pop()) if found else 1.0
+
+def _require_members(batch_id: str, folded: Fold, members: Sequence[Member]) -> None:
+    index = fold_index(folded)
+    for member in members:
+        if member.key not in index:
+            raise ReplayError(
+                f"batch {batch_id}: trajectory {member.trajectory_id} attempt {member.attempt} is not on the tape"
+            )
 
 
 def _pinned_events(lake: Lake, run_id: str, columns: Mapping[str, list[Any]]) -> dict[str, pa.Table]:
     ids = sorted(set(columns["trajectory_id"]))
-    events = lake.events([k for k in FOLDED_KINDS if k != "run_started"], run_id=run_id, trajectory_ids=ids)
-    events["run_started"] = lake.read("run_started", run_id=run_id)
+    events = lake.events(FOLDED_KINDS, run_id=run_id, trajectory_ids=ids)
     for kind, name in (("reward_assigned", "reward_event_ids"), ("mask_assigned", "mask_event_ids")):
         wanted = pa.array([event for ids_ in columns[name] for event in ids_ or ()], pa.string())
         events[kind] = events[kind].filter(pc.is_in(events[kind]["event_id"], wanted))

@@ -14,7 +14,7 @@ from rolltape.schema.columns import BOOL as BOOL_TYPE
 from rolltape.schema.columns import FLOAT32, INT32, STRING, list_of
 from rolltape.schema.cursor import Cursor
 from rolltape.trainers.batch import PackedBatch
-from rolltape.trainers.pinned import Dropped, Member
+from rolltape.trainers.members import Dropped, Member
 from rolltape.trainers.step import StepOutcome
 
 

@@ -10,7 +10,6 @@ import torch
 from rolltape.numerics.weights import first_difference
 from rolltape.schema.errors import ReplayError
 from rolltape.store.lake import Lake
-from rolltape.trainers.assembly import pack_members
 from rolltape.trainers.checkpoint import Progress, load_checkpoint
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.history import RunHistory
@@ -110,8 +109,7 @@ def train_pinned(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, pinned: PinnedBatch, config: TrainerConfig
 ) -> StepOutcome:
     """One step on a recorded batch."""
-    packed = pack_members(pinned.folded, pinned.members)
-    return train_step(model, optimizer, packed, config, temperature=pinned.temperature)
+    return train_step(model, optimizer, pinned.packed, config, temperature=pinned.temperature)
 
 
 def compare(recorded: dict[str, Any], outcome: StepOutcome, batch_digest: str) -> tuple[str, ...]:
@@ -120,14 +118,13 @@ def compare(recorded: dict[str, Any], outcome: StepOutcome, batch_digest: str) -
     if recorded["batch_digest"] != batch_digest:
         found.append(f"batch digest: recorded {recorded['batch_digest']}, here {batch_digest}")
     if recorded["loss_bits"] != outcome.loss_bits:
-        found.append(
-            f"loss bits: recorded {recorded['loss_bits']:#x} ({recorded['loss']}), here {outcome.loss_bits:#x} ({outcome.loss})"
-        )
-    for what, was, now in (
+        was, now = f"{recorded['loss_bits']:#x} ({recorded['loss']})", f"{outcome.loss_bits:#x} ({outcome.loss})"
+        found.append(f"loss bits: recorded {was}, here {now}")
+    for what, old, new in (
         ("gradient", digests_by_name(recorded["gradient_digests"]), outcome.gradient_digests),
         ("new weights", digests_by_name(recorded["weight_digests"]), outcome.weight_digests),
     ):
-        name = first_difference(was, now)
+        name = first_difference(old, new)
         if name is not None:
             found.append(f"{what}: first tensor that differs is {name}")
     return tuple(found)
