@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 from rolltape.schema.errors import ValidationError
@@ -105,7 +106,7 @@ def scalarise(components: Iterable[RewardComponent]) -> Scalarised:
 
 def _ordered(components: Iterable[RewardComponent]) -> list[RewardComponent]:
     ordered = sorted(components, key=_key)
-    for one, other in zip(ordered, ordered[1:], strict=False):
+    for one, other in pairwise(ordered):
         if _key(one) == _key(other):
             raise ValidationError(
                 f"expected one reward component for each (name, dimension, source), got {_key(one)} twice"
