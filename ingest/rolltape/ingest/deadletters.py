@@ -99,9 +99,9 @@ def redrive(
 ) -> tuple[str, ...]:
     """Send the events of a dead letter again, repaired; returns their ids once they are logged.
 
-    ``repair`` is the name of a rule (:data:`rolltape.ingest.repairs.REPAIRS`) or a function from an event's flat columns
-    to the repaired ones; None sends them as they are (after an upgrade made them readable, say). The rule is recorded
-    in ``dead_letter_redriven``, and what the dead letter had closed opens again. Doing it twice adds nothing.
+    ``repair`` is the name of a rule (:data:`rolltape.ingest.repairs.REPAIRS`) or a function from an event's flat
+    columns to the repaired ones; None sends them as they are (after an upgrade made them readable, say). The rule is
+    recorded in ``dead_letter_redriven``, and what the dead letter had closed opens again. Doing it twice adds nothing.
 
     Raises:
         ValidationError: no such dead letter or rule, the rule does not apply, or the result breaks its spec.

@@ -73,8 +73,9 @@ def _delivery(kind: str, rows: pa.Table, partition: Partition, version: int) -> 
 class MemoryLog:
     """A log in this process. ``pause`` makes it take nothing until ``resume``, as a log that is away."""
 
-    def __init__(self, *, limits: Limits | None = None) -> None:
-        """Start empty."""
+    def __init__(self, *, limits: Limits | None = None, num_partitions: int = 1) -> None:
+        """Start empty, with ``num_partitions`` partitions of each topic."""
+        self._num_partitions = num_partitions
         self.target = MemoryTarget()
         self._archive = Archive(self.target, limits=limits)
         self._changed = threading.Condition(threading.RLock())
@@ -109,9 +110,9 @@ class MemoryLog:
                     ends[part.partition] = max(part.last_offset + 1, ends.get(part.partition, 0))
             return Cursor(ends)
 
-    def num_partitions(self, topic: str) -> int:  # noqa: ARG002  # other logs have several
-        """One partition of each topic."""
-        return 1
+    def num_partitions(self, topic: str) -> int:  # noqa: ARG002  # the same for all here
+        """As many for each topic as the log was made with."""
+        return self._num_partitions
 
     def pause(self) -> None:
         """Take nothing until :meth:`resume`; what is sent waits."""

@@ -21,11 +21,11 @@ import pyarrow as pa
 
 from rolltape.ingest.event_index import AttemptCounters, as_list
 from rolltape.ingest.log import EventLog, Level, LogProducer
-from rolltape.ingest.refused import dead_letter_batch, letter_of_refused_row, letter_of_row
+from rolltape.ingest.refused import dead_letter_batch, letter_of_refused_row, letter_of_row, microseconds
 from rolltape.ingest.routing import partition_of, rows_by_partition
 from rolltape.schema.build import RefusedRow, build_batch, with_columns
 from rolltape.schema.codec import Record, make_record
-from rolltape.schema.columns import TIMESTAMP_US
+from rolltape.schema.convert import is_plain
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import BackpressureTimeout, ConfigError, StorageFullError, ValidationError
 from rolltape.schema.identity import uuid7_many
@@ -122,7 +122,9 @@ class Recorder:
             UnknownKindError, ValidationError: no such kind or field.
             BackpressureTimeout, StorageFullError: as :meth:`record_batch`.
         """
-        return self.record_batch(kind, {name: [value] for name, value in fields.items()}, 1).event_ids[0]
+        # Plain values stand for all rows, which is one here; what is not plain becomes a column of one value.
+        columns = {name: value if is_plain(value) else [value] for name, value in fields.items()}
+        return self.record_batch(kind, columns, 1).event_ids[0]
 
     def record_batch(self, kind: str, columns: Mapping[str, Any], num_rows: int | None = None) -> Receipt:
         """Record events of one kind, given as flat columns.
@@ -159,7 +161,8 @@ class Recorder:
         stamped = dict(columns)
         event_ids = as_list(columns.get("event_id"), num_rows) if "event_id" in columns else uuid7_many(num_rows)
         stamped["event_id"] = event_ids
-        stamped["recorded_at"] = columns.get("recorded_at", pa.scalar(time.time_ns() // 1000, TIMESTAMP_US))
+        if "recorded_at" not in columns:
+            stamped["recorded_at"] = microseconds(time.time_ns() // 1000, num_rows)
         if self._tenant is not None:
             stamped.setdefault("tenant", self._tenant)
         if spec.indexed:
@@ -342,7 +345,4 @@ def split(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
 def _count_rows(columns: Mapping[str, Any], num_rows: int | None) -> int:
     if num_rows is not None:
         return num_rows
-    plain = (str, bytes, int, float, bool, type(None), dict)
-    return next(
-        (len(value) for value in columns.values() if not isinstance(value, plain) and hasattr(value, "__len__")), 1
-    )
+    return next((len(value) for value in columns.values() if not is_plain(value)), 1)

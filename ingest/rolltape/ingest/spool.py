@@ -32,7 +32,7 @@ from rolltape.schema.codec import Record
 from rolltape.schema.errors import ProducerFencedError, StorageFullError, StoreError
 
 SEGMENT_BYTES: Final = 32 << 20
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 _sync_data = getattr(os, "fdatasync", os.fsync)
 
