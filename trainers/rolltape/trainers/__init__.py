@@ -1,0 +1,1 @@
+"""Trainers: batch assembly, advantages, gates, losses, the training loop, replay, weight publishing."""
