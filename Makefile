@@ -78,6 +78,7 @@ bench: $(VENV)/.installed
 
 lint: $(VENV)/.installed types imports
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: $(VENV)/.installed
 	$(BIN)/mypy

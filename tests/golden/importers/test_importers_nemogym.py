@@ -60,9 +60,7 @@ def test_ids_and_log_probs_are_those_of_the_file_to_the_bit(lake: Lake, reports:
     table = actions_of(lake, reports[ROLLOUTS])
     stored = {
         tuple(ids): np.array(log_probs, dtype=np.float32).view(np.int32).tolist()
-        for ids, log_probs in zip(
-            table["token_ids"].to_pylist(), table["rollout_log_probs"].to_pylist(), strict=True
-        )
+        for ids, log_probs in zip(table["token_ids"].to_pylist(), table["rollout_log_probs"].to_pylist(), strict=True)
     }
     assert stored == expected
 
@@ -76,9 +74,7 @@ def test_zero_log_probs_are_kept_and_trusted(lake: Lake, reports: Mapping[str, I
     assert rows_of(lake, untrusted) == [(0,)]
 
 
-def test_a_score_beside_the_reward_is_kept_and_does_not_count(
-    lake: Lake, reports: Mapping[str, ImportReport]
-) -> None:
+def test_a_score_beside_the_reward_is_kept_and_does_not_count(lake: Lake, reports: Mapping[str, ImportReport]) -> None:
     rewards = lake.read("reward_assigned", run_id=reports[ROLLOUTS].run_id)["reward_assigned"].to_pylist()
     assert {reward["scalar"] for reward in rewards} == {0.0}
     kept = {(part["name"], part["value"], part["weight"]) for reward in rewards for part in reward["components"]}
