@@ -83,7 +83,7 @@ class Environment(Protocol):
         """The components of the answer's reward, always the same ones in the same order.
 
         Raises:
-            Exception: whatever goes wrong in a verifier; the caller records the components as missing, never as 0.
+            Exception: whatever goes wrong in a verifier; the caller records that no reward could be earned, never 0.
         """
         ...
 

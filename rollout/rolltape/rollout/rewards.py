@@ -28,7 +28,8 @@ def rule_component(
         value=value,
         weight=weight,
         required=True,
-        status="ok",
+        lower=0.0,
+        upper=1.0,
         scorer=scorer,
         scorer_version=version,
         reason=reason,
@@ -36,7 +37,7 @@ def rule_component(
 
 
 def failed_component(scorer: str, version: str, error: BaseException) -> RewardComponent:
-    """What takes the place of components whose verifier failed: a required one that is missing, so no reward is earned.
+    """What takes the place of components whose verifier failed: a required one is missing, so the reward is invalid.
 
     A failure of ours is never the policy's zero (cases.md D14).
     """

@@ -70,7 +70,7 @@ class SingleTurn:
         return Answer(text=self._tokenizer.decode(token_ids), ended=ended)
 
     def judge(self, problem: Problem, answer: Answer) -> tuple[RewardComponent, ...]:
-        """The environment's components; a verifier that fails makes the reward missing, never 0."""
+        """The environment's components; a verifier that fails makes the reward invalid, never 0."""
         try:
             return self.environment.judge(problem, answer)
         except Exception as error:  # noqa: BLE001 - whatever a verifier raises is its own failure and goes onto the tape as such

@@ -238,6 +238,24 @@ class Worker:
         self._recorder.flush("logged", self._config.flush_timeout_s)
 
 
+def make_worker(config: WorkerConfig, log: EventLog, recorder: Recorder, root: Location) -> Worker:
+    """A worker with a transformers engine over the configured model.
+
+    Args:
+        config: what it is to do.
+        log: where it reads.
+        recorder: what it writes with; made for ``config.producer_id`` and ``config.run_id``.
+        root: the lake, under which the weights lie.
+    """
+    tokenizer = build_tokenizer(config.model)
+    environment = make_environment(config.environment, config.environment_options, config.seed)
+    model = build_model(config.model, config.seed).to(select_device())
+    hook = activation_hook(recorder, config.worker_id)
+    engine = TransformersEngine(model, engine_id=config.worker_id, on_activated=hook)
+    harness = SingleTurn(engine, environment, tokenizer)
+    return Worker(config, log, recorder, harness, WeightClient(engine, recorder, root))
+
+
 def run_worker(config: WorkerConfig) -> int:
     """Run one worker in this process; returns its exit status.
 
@@ -247,23 +265,12 @@ def run_worker(config: WorkerConfig) -> int:
         FlushTimeout, BackpressureTimeout: nothing archives what it spools; is a committer running?
     """
     set_deterministic(config.num_threads, config.seed)
-    tokenizer = build_tokenizer(config.model)
-    environment = make_environment(config.environment, config.environment_options, config.seed)
-    model = build_model(config.model, config.seed).to(select_device())
+    limits = Limits(vocab_size=build_tokenizer(config.model).vocab_size)
     with (
         open_log(config.lake, committer="external") as log,
-        Recorder(
-            log,
-            producer_id=config.producer_id,
-            run_id=config.run_id,
-            limits=Limits(vocab_size=tokenizer.vocab_size),
-        ) as recorder,
+        Recorder(log, producer_id=config.producer_id, run_id=config.run_id, limits=limits) as recorder,
     ):
-        engine = TransformersEngine(
-            model, engine_id=config.worker_id, on_activated=activation_hook(recorder, config.worker_id)
-        )
-        weights = WeightClient(engine, recorder, Location.parse(config.lake))
-        worker = Worker(config, log, recorder, SingleTurn(engine, environment, tokenizer), weights)
+        worker = make_worker(config, log, recorder, Location.parse(config.lake))
         _stop_on_signals(worker)
         return worker.run()
 
