@@ -29,12 +29,15 @@ class EventSource(Protocol):
 
     def key(self) -> tuple[str, int] | None:
         """What identifies the state, for caches; None: do not cache."""
+        ...
 
     def kind(self, kind: str, as_of: Cursor | None) -> Rows:
         """Rows of one kind with the columns of ``arrow_schema(kind)``."""
+        ...
 
     def events(self, as_of: Cursor | None) -> Rows:
         """Rows of all kinds with the columns of ``EVENTS_SCHEMA``."""
+        ...
 
     def read(
         self,
@@ -45,6 +48,7 @@ class EventSource(Protocol):
         trajectory_ids: Collection[str] | None = None,
     ) -> dict[str, pa.Table]:
         """Rows before the cursor, conformed, by kind; kinds without rows may be left out."""
+        ...
 
 
 class TableSource:
@@ -170,7 +174,7 @@ def _condition(
     if run_id is not None:
         conditions.append(ds.field("run_id") == run_id)
     if trajectory_ids is not None:
-        conditions.append(ds.field("trajectory_id").isin(sorted(trajectory_ids)))
+        conditions.append(ds.field("trajectory_id").isin(pa.array(sorted(trajectory_ids), pa.string())))
     combined = None
     for condition in conditions:
         combined = condition if combined is None else combined & condition

@@ -95,7 +95,7 @@ def offsets(context: Context) -> Outcome:
             broken.append(
                 {
                     "message": f"partition {place}: expected records up to offset {stated}, as the table "
-                    "states, got {row['last']}"
+                    f"states, got {row['last']}"
                 }
             )
     broken += _empty_partitions(context, {f"{row['log_topic']}/{row['log_partition']}" for row in rows})
@@ -165,7 +165,7 @@ def placement(context: Context) -> Outcome:
         {
             "event_id": row["event_id"],
             "message": f"{row['num']} events of kind {row['kind']}: expected topic {row['topic']}, got "
-            "{row['log_topic']}",
+            f"{row['log_topic']}",
         }
         for row in rows
     ]

@@ -67,7 +67,7 @@ def quantization(context: Context) -> Outcome:
     broken = [
         {
             "message": f"engine {row['engine_id']} with version {row['version']}: expected a scheme of "
-            "{row['schemes']}, got "
+            f"{row['schemes']}, got "
             f"{row['scheme']}"
         }
         for row in rows

@@ -145,7 +145,7 @@ def weight_sync(context: Context) -> Outcome:
     broken = [
         {
             "message": f"version {row['version']} of policy {row['policy_id']} (epoch "
-            "{row['policy_run_epoch']}): {problem}"
+            f"{row['policy_run_epoch']}): {problem}"
         }
         for row in versions
         for problem in _sync_problems(row)
@@ -183,7 +183,7 @@ def _unknown_staged(context: Context) -> list[dict[str, Any]]:
         {
             "event_id": row["event_id"],
             "message": f"commit of version {row['version']}: expected staged events on the tape, "
-            "{row['unknown']} are not",
+            f"{row['unknown']} are not",
         }
         for row in context.rows(
             """
@@ -205,7 +205,7 @@ def _engines_going_back(context: Context) -> list[dict[str, Any]]:
         {
             "event_id": row["event_id"],
             "message": f"engine {row['engine_id']}: expected activations forward only, got version "
-            "{row['version']} after "
+            f"{row['version']} after "
             f"{row['version_before']}",
         }
         for row in context.rows(
