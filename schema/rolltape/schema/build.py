@@ -171,12 +171,22 @@ def _unfit_rows(
 
 def _explain(error: Exception, value: Any, place: Place) -> tuple[str, str]:
     name, type_ = place.spec.name, place.spec.type
-    if isinstance(error, UnicodeError) or "utf8" in str(error).lower():
+    if isinstance(error, UnicodeError) or "utf8" in str(error).lower() or _is_broken_text(value, type_):
         return BROKEN_UTF8, f"{name}: expected UTF-8 text, got bytes that are not: {error}"
     if pt.is_list(type_) and type_.value_type == pa.int32() and _all_integers(value):
         wide = next(number for number in value if number is not None and not -(2**31) <= number < 2**31)
         return ID_OVERFLOW, f"{name}: expected ids within int32, got {wide}"
     return BAD_VALUE, f"{name}: expected {type_}, got {type(value).__name__}: {error}"
+
+
+def _is_broken_text(value: Any, type_: pa.DataType) -> bool:
+    if not (isinstance(value, bytes) and pt.is_string(type_)):
+        return False
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return True
+    return False
 
 
 def _all_integers(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The reference page of all events, rendered from the column specs: ``python -m rolltape.schema.docs > docs/events.md``.
+"""The reference page of all events, rendered from the specs: ``python -m rolltape.schema.docs > docs/events.md``.
 
 A test compares the page with what is rendered, so it cannot go stale.
 """
