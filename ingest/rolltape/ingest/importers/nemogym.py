@@ -16,6 +16,7 @@ from rolltape.ingest.importers.reading import (
     optional_float,
     optional_int,
     optional_list,
+    optional_mapping,
     optional_text,
     required,
     starts_with,
@@ -39,7 +40,7 @@ def is_rollout(document: Mapping[str, Any]) -> bool:
 
 def model_of_rollout(document: Mapping[str, Any]) -> str | None:
     """Model that the response names; None for the server's placeholder."""
-    name = optional_text(document.get("response", {}), "model")
+    name = optional_text(optional_mapping(document, "response"), "model")
     return None if name == _PLACEHOLDER_MODEL else name
 
 
@@ -51,7 +52,7 @@ def is_response(document: Mapping[str, Any]) -> bool:
 
 def model_of_response(document: Mapping[str, Any]) -> str | None:
     """Model that the wrapped response names."""
-    return optional_text(document.get("input", {}), "model")
+    return optional_text(optional_mapping(document, "input"), "model")
 
 
 def convert_rollout(ids: Ids, number: int, document: Mapping[str, Any], rows: EventRows) -> None:
@@ -64,7 +65,7 @@ def convert_rollout(ids: Ids, number: int, document: Mapping[str, Any], rows: Ev
     posed = {name: params.get(name) for name in _POSED_BY}
     problem_id = content_id("nemogym", posed)
     task = optional_int(document, "_ng_task_index")
-    harness = optional_text(document.get("agent_ref") or {}, "name")
+    harness = optional_text(optional_mapping(document, "agent_ref"), "name")
     trajectory = TrajectoryRows(
         rows,
         ids,
@@ -195,8 +196,7 @@ def _add_answers(
 
 def _add_end(trajectory: TrajectoryRows, response: Mapping[str, Any], error_kind: str | None) -> None:
     """Add the end: cut by length where the response says so. A named error alone is no reason to drop a rollout."""
-    incomplete = response.get("incomplete_details") or {}
-    cut = optional_text(incomplete, "reason") if isinstance(incomplete, dict) else None
+    cut = optional_text(optional_mapping(response, "incomplete_details"), "reason")
     trajectory.end("truncated" if cut == "max_output_tokens" else "completed", cut or error_kind)
 
 
@@ -231,9 +231,8 @@ def _prompt_text(params: Mapping[str, Any]) -> str | None:
     posed = params.get("input")
     if isinstance(posed, str):
         return posed
-    metadata = params.get("metadata") or {}
     if not posed:
-        return optional_text(metadata, "problem_statement") if isinstance(metadata, dict) else None
+        return optional_text(optional_mapping(params, "metadata"), "problem_statement")
     if isinstance(posed, list) and len(posed) == 1:
         return _content_text(posed[0])
     return "\n\n".join(f"{item.get('role')}: {_content_text(item)}" for item in posed)

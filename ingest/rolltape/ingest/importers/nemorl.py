@@ -9,6 +9,7 @@ from rolltape.ingest.importers.reading import (
     canonical_json,
     content_id,
     optional_list,
+    optional_mapping,
     optional_text,
     required,
     starts_with,
@@ -77,9 +78,9 @@ def convert_message_logs(ids: Ids, number: int, document: Mapping[str, Any], row
 def _add_message_log(
     ids: Ids, place: tuple[int, int], posed: Mapping[str, Any], messages: list[Mapping[str, Any]], rows: EventRows
 ) -> None:
-    params = posed.get("responses_create_params", {})
+    params = optional_mapping(posed, "responses_create_params")
     problem_id = content_id("nemogym", params)
-    harness = optional_text(posed.get("agent_ref", {}), "name")
+    harness = optional_text(optional_mapping(posed, "agent_ref"), "name")
     rows.add(
         "problem_registered",
         event_id=ids.of("event", *place, "problem"),

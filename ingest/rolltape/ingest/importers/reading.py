@@ -36,6 +36,12 @@ def optional_list(document: Mapping[str, Any], name: str) -> list[Any] | None:
     return required(document, name, list) if document.get(name) is not None else None
 
 
+def optional_mapping(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object in field ``name``; an empty one where the file has none."""
+    value = document.get(name)
+    return value if isinstance(value, dict) else {}
+
+
 def optional_float(document: Mapping[str, Any], name: str) -> float | None:
     """The number in field ``name``; None where the file does not say (booleans count as 0 and 1)."""
     value = document.get(name)

@@ -15,6 +15,7 @@ from rolltape.ingest.importers.rows import EventRows, Ids
 from rolltape.ingest.importers.source import MalformedRowError, Row, Source
 from rolltape.ingest.log import EventLog
 from rolltape.ingest.recorder import Recorder
+from rolltape.schema import reasons
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.kinds import KINDS
 from rolltape.store.lake import Lake
@@ -116,17 +117,34 @@ def _chunks(source: Source, entry: ImportFormat, progress: _Progress) -> Iterato
     _add_run(ids, source, entry, chunk)
     for row in source.rows():
         progress.num_rows += 1
-        converted = EventRows()
-        try:
-            entry.convert(ids, row.number, row.document(), converted)
-        except MalformedRowError as error:
-            converted = EventRows()
-            _add_dead_letter(ids, row, error, converted)
-        chunk.extend(converted)
+        chunk.extend(_convert(ids, row, entry))
         if len(chunk) >= _CHUNK_EVENTS:
             yield chunk
             chunk = EventRows()
     yield chunk
+
+
+def _convert(ids: Ids, row: Row, entry: ImportFormat) -> EventRows:
+    """The events of one row, or the one dead letter that stands for it."""
+    rows = EventRows()
+    try:
+        entry.convert(ids, row.number, row.document(), rows)
+    except MalformedRowError as error:
+        return _dead_letter(ids, row, error)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # The row comes from elsewhere: a shape that the format does not have is its fault, and must not stop the rest.
+        return _dead_letter(ids, row, _malformed(row, error))
+    return rows
+
+
+def _malformed(row: Row, error: Exception) -> MalformedRowError:
+    reason = reasons.BAD_VALUE
+    if isinstance(error, OverflowError):
+        reason = reasons.ID_OVERFLOW
+    elif isinstance(error, UnicodeError):
+        reason = reasons.BROKEN_UTF8
+    detail = f"expected row {row.number} to have the shape of its format, got {type(error).__name__}: {error}"
+    return MalformedRowError(reason, detail)
 
 
 def _add_run(ids: Ids, source: Source, entry: ImportFormat, rows: EventRows) -> None:
@@ -143,7 +161,8 @@ def _add_run(ids: Ids, source: Source, entry: ImportFormat, rows: EventRows) -> 
     )
 
 
-def _add_dead_letter(ids: Ids, row: Row, error: MalformedRowError, rows: EventRows) -> None:
+def _dead_letter(ids: Ids, row: Row, error: MalformedRowError) -> EventRows:
+    rows = EventRows()
     rows.add(
         "dead_letter",
         event_id=ids.of("event", row.number, "dead_letter"),
@@ -153,6 +172,7 @@ def _add_dead_letter(ids: Ids, row: Row, error: MalformedRowError, rows: EventRo
         payload_sha256=hashlib.sha256(row.payload).hexdigest(),
         payload_format="json_line",
     )
+    return rows
 
 
 def _record(recorder: Recorder, rows: EventRows, progress: _Progress) -> None:
