@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -212,3 +213,12 @@ def lists(ends: np.ndarray, values: np.ndarray) -> pa.ListArray:
 def feed() -> Feed:
     """A source of commits."""
     return Feed()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which outside witnesses did not run, and how to run them."""
+    if not os.environ.get("ROLLTAPE_DELTA_KERNEL_HOME"):
+        terminalreporter.write_line(
+            "NOT RUN: Delta Kernel did not read the lakes of these tests. Set ROLLTAPE_DELTA_KERNEL_HOME to a folder with "
+            "DeltaRead.java and libs/ (Java 17), then run tests/integration/store/test_store_readers_agree.py"
+        )

@@ -1,7 +1,7 @@
 """Data files: one kind each, as Parquet.
 
-Token ids are PLAIN, log-probs and other float lists BYTE_STREAM_SPLIT, all of it zstd level 1: every bit pattern comes
-back (−0.0, NaN payloads, denormals, infinities). Top-level columns that are wholly null are left out; readers put them
+Token ids are PLAIN, log-probs and other float lists BYTE_STREAM_SPLIT (PLAIN where some are null), all of it zstd level
+1: every bit pattern comes back (−0.0, NaN payloads, denormals, infinities). Top-level columns that are wholly null are left out; readers put them
 back. Row groups stay small, so that one trajectory is found without reading its neighbours.
 """
 
@@ -113,6 +113,27 @@ def drop_null_columns(table: pa.Table) -> pa.Table:
     return table.select(kept)
 
 
+def _is_full(table: pa.Table, path: str) -> bool:
+    """Whether the leaf column has a value for every row and level: no nulls, no empty lists.
+
+    parquet-java 1.12 (in Spark and in Delta Kernel) counts nulls as values of a BYTE_STREAM_SPLIT page and fails.
+    """
+    name, *steps = path.split(".")
+    return name in table.column_names and all(_is_full_array(chunk, steps) for chunk in table[name].chunks)
+
+
+def _is_full_array(array: pa.Array, steps: Sequence[str]) -> bool:
+    if array.null_count:
+        return False
+    if not steps:
+        return True
+    if pa.types.is_struct(array.type):
+        return _is_full_array(array.field(steps[0]), steps[1:])
+    if bool(np.any(np.diff(array.offsets.to_numpy()) == 0)):
+        return False
+    return _is_full_array(array.flatten(), steps[2:])
+
+
 def encode_file(kind: str, table: pa.Table) -> pa.Buffer:
     """The bytes of one data file that holds ``table``, all of one kind."""
     table = drop_null_columns(table)
@@ -125,7 +146,7 @@ def encode_file(kind: str, table: pa.Table) -> pa.Buffer:
         compression=encoding.small_compression if small else "zstd",
         compression_level=encoding.small_levels if small else 1,
         use_dictionary=False if small else encoding.dictionary,
-        use_byte_stream_split=encoding.byte_stream_split,
+        use_byte_stream_split=[path for path in encoding.byte_stream_split if _is_full(table, path)],
         write_statistics=list(STATISTICS),
         store_schema=False,
     ) as writer:

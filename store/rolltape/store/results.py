@@ -74,7 +74,7 @@ class QueryResult:
         return cast("list[dict[str, Any]]", self.arrow().to_pylist())
 
 
-def without_place(error: RolltapeError, hidden: str) -> SqlError:
+def without_place(error: Exception, hidden: str) -> SqlError:
     """``error`` as a SqlError whose message does not show the local path ``hidden``."""
     text = str(error)
     return SqlError(text.replace(hidden, "<lake>") if hidden else text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Final, Protocol, TypeAlias
 
@@ -13,6 +15,7 @@ from rolltape.schema.envelope import ENVELOPE, TOKEN_COLUMNS
 from rolltape.schema.kinds import KINDS
 from rolltape.schema.render import arrow_schema
 from rolltape.store.lake import Lake
+from rolltape.store.location import Location
 from rolltape.store.snapshot import DataFile, Snapshot
 
 Rows: TypeAlias = "pa.Table | ds.Dataset"
@@ -128,13 +131,34 @@ class LakeSource:
     def _dataset(self, files: Iterable[DataFile], schema: pa.Schema) -> Rows:
         format_ = ds.ParquetFileFormat()
         table = self.lake.table
-        fragments = [
-            format_.make_fragment(table.child(file.path).path, table.fs, partition_expression=_bounds(file))
-            for file in files
-        ]
+        fragments = [_FRAGMENTS.get(table.child(file.path), file, format_) for file in files]
         if not fragments:
             return schema.empty_table()
         return ds.FileSystemDataset(fragments, schema, format_, table.fs)
+
+
+class _Fragments:
+    """Fragments of data files that were used lately, with the footers that they parsed: data files never change."""
+
+    def __init__(self, capacity: int = 1_024) -> None:
+        self._capacity = capacity
+        self._kept: OrderedDict[str, ds.Fragment] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, place: Location, file: DataFile, format_: ds.ParquetFileFormat) -> ds.Fragment:
+        with self._lock:
+            if place.url in self._kept:
+                self._kept.move_to_end(place.url)
+                return self._kept[place.url]
+        made = format_.make_fragment(place.path, place.fs, partition_expression=_bounds(file))
+        with self._lock:
+            self._kept[place.url] = made
+            if len(self._kept) > self._capacity:
+                self._kept.popitem(last=False)
+        return made
+
+
+_FRAGMENTS: Final = _Fragments()
 
 
 def _as_events(table: pa.Table) -> pa.Table:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
+
 from rolltape.schema.cursor import Cursor
-from rolltape.schema.errors import SqlError
+from rolltape.schema.errors import RolltapeError
 from rolltape.store.lake import Lake
 from rolltape.store.projections import VIEW_NAMES
 from rolltape.store.results import QueryResult, without_place
@@ -46,6 +48,6 @@ def query_source(
     workspace = Workspace(source, as_of=as_of, run_id=run_id, trajectory_ids=trajectory_ids)
     try:
         relation = workspace.relation(statement.sql, sorted(statement.tables))
-    except SqlError as error:
+    except (RolltapeError, OSError, pa.ArrowException) as error:
         raise without_place(error, hidden) from None
     return QueryResult(workspace, relation, hidden=hidden)

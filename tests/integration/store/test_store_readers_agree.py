@@ -1,0 +1,208 @@
+"""Other readers of the same table: Delta Kernel, delta-rs and Polars see what Rolltape sees, bit for bit.
+
+Delta Kernel is found through ``ROLLTAPE_DELTA_KERNEL_HOME``; where that is not set, the test run's summary says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import subprocess
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import deltalake
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+
+from rolltape.schema.kinds import KINDS
+from rolltape.schema.render import arrow_schema
+from rolltape.store import Lake
+from rolltape.store.maintenance import checkpoint, clean_logs, compact, vacuum
+
+KERNEL_HOME = os.environ.get("ROLLTAPE_DELTA_KERNEL_HOME")
+
+
+class Seen(NamedTuple):
+    """What a reader saw; None where it has no way to tell."""
+
+    counts: dict[str, int]
+    sum_of_ids: int
+    sum_of_bits: int
+    hash_of_bits: str | None
+    transactions: dict[str, int] | None
+
+
+def bits_of(lists: pa.ChunkedArray) -> np.ndarray:
+    """Bit patterns of all elements, null elements as all ones, uint32."""
+    flat = pa.concat_arrays([chunk.flatten() for chunk in lists.chunks])
+    bits: np.ndarray = pc.fill_null(flat, 0.0).to_numpy(zero_copy_only=False).astype(np.float32).view(np.uint32).copy()
+    bits[flat.is_null().to_numpy(zero_copy_only=False)] = 0xFFFFFFFF
+    return bits
+
+
+def summary(tables: Iterable[pa.Table], transactions: dict[str, int] | None) -> Seen:
+    table = pa.concat_tables([t.select(["event_id", "kind", "token_ids", "rollout_log_probs"]) for t in tables])
+    table = table.sort_by("event_id")
+    bits = bits_of(table["rollout_log_probs"])
+    ids = pa.concat_arrays([chunk.flatten() for chunk in table["token_ids"].chunks])
+    counts = {row["values"]: row["counts"] for row in table["kind"].value_counts().to_pylist()}
+    return Seen(
+        counts=dict(sorted(counts.items())),
+        sum_of_ids=int(ids.to_numpy().sum(dtype=np.int64)),
+        sum_of_bits=int(bits[bits != 0xFFFFFFFF].sum(dtype=np.uint64)),
+        hash_of_bits=hashlib.sha256(bits.tobytes()).hexdigest(),
+        transactions=transactions,
+    )
+
+
+def by_rolltape(path: pathlib.Path, apps: list[str]) -> Seen:
+    lake = Lake.open(path, read_only=True)
+    tables = []
+    for kind in KINDS:
+        rows = lake.read(kind)
+        for name in ("token_ids", "rollout_log_probs"):
+            if name not in rows.column_names:
+                type_ = arrow_schema("action_sampled").field(name).type
+                rows = rows.append_column(name, pa.nulls(rows.num_rows, type_))
+        tables.append(rows.select(["event_id", "kind", "token_ids", "rollout_log_probs"]))
+    marks = lake.snapshot().transactions
+    return summary(tables, {app: marks[app] for app in apps})
+
+
+def by_delta_rs(path: pathlib.Path, apps: list[str]) -> Seen:
+    handle = deltalake.DeltaTable(str(path / "events"))
+    marks = {app: handle.transaction_version(app) for app in apps}
+    return summary([handle.to_pyarrow_table()], {app: -1 if mark is None else mark for app, mark in marks.items()})
+
+
+def by_polars(path: pathlib.Path, apps: list[str]) -> Seen:
+    frame = pl.scan_delta(str(path / "events")).collect()
+    arrow = frame.select("event_id", "kind", "token_ids", "rollout_log_probs").to_arrow()
+    schema = pa.schema(
+        [
+            ("event_id", pa.string()),
+            ("kind", pa.string()),
+            ("token_ids", pa.list_(pa.int32())),
+            ("rollout_log_probs", pa.list_(pa.float32())),
+        ]
+    )
+    return summary([arrow.cast(schema)], None)
+
+
+def by_delta_kernel(path: pathlib.Path, apps: list[str]) -> Seen:
+    assert KERNEL_HOME is not None
+    home = pathlib.Path(KERNEL_HOME)
+    command = ["java", "-cp", f"{home}/libs/*", str(home / "DeltaRead.java"), str(path / "events")]
+    command += ["--group-by", "kind", "--sum", "token_ids", "--sum", "rollout_log_probs"]
+    command += [word for app in apps for word in ("--txn", app)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    return Seen(
+        counts=said["counts"],
+        sum_of_ids=int(said["sum token_ids"]["total"]),
+        sum_of_bits=int(said["sum rollout_log_probs"]["total"]),
+        hash_of_bits=None,
+        transactions=said["txn"],
+    )
+
+
+READERS: dict[str, Callable[[pathlib.Path, list[str]], Seen]] = {"delta-rs": by_delta_rs, "polars": by_polars}
+if KERNEL_HOME:
+    READERS["delta-kernel"] = by_delta_kernel
+
+
+def assert_agree(path: pathlib.Path, apps: list[str]) -> Seen:
+    expected = by_rolltape(path, apps)
+    for name, reader in READERS.items():
+        seen = reader(path, apps)
+        known = Seen(*(mine if theirs is None else theirs for mine, theirs in zip(expected, seen, strict=True)))
+        assert known == expected, name
+    return expected
+
+
+def sample(type_: pa.DataType) -> Any:
+    """Some value of a type of the specs."""
+    if pa.types.is_struct(type_):
+        return {field.name: sample(field.type) for field in type_.fields}
+    if pa.types.is_list(type_):
+        return [sample(type_.value_type)] * 2
+    if pa.types.is_timestamp(type_):
+        return datetime(2026, 11, 30, tzinfo=UTC)
+    plain = {pa.string(): "x", pa.binary(): b"\x00\xff", pa.bool_(): True, pa.float32(): -0.5, pa.float64(): 0.25}
+    return plain.get(type_, 7)
+
+
+def one_of_each(start: int) -> dict[str, pa.Table]:
+    """One event of each kind with every column filled, each the record at its own offset."""
+    tables = {}
+    for number, kind in enumerate(KINDS):
+        schema = arrow_schema(kind)
+        row = {field.name: sample(field.type) for field in schema}
+        row |= {"event_id": f"one-{start + number:06d}", "kind": kind, "log_topic": KINDS[kind].topic, "log_partition": 0}
+        row["log_offset"] = start + number
+        tables[kind] = pa.Table.from_pylist([row], schema=schema)
+    return tables
+
+
+def with_odd_bits(table: pa.Table) -> pa.Table:
+    """The table with log-probs that a careless writer changes."""
+    odd = np.array([0x80000000, 0x7FC00001, 0xFFC12345, 0x00000001, 0x7F800000, 0xFF800000], np.uint32).view(np.float32)
+    rows = [[None, -0.5]] * table.num_rows
+    values = pa.array(np.tile(odd, table.num_rows))
+    ends = pa.array(np.arange(table.num_rows + 1, dtype=np.int32) * len(odd))
+    place = table.column_names.index("rollout_log_probs")
+    type_ = table.schema.field(place).type
+    lists = pa.ListArray.from_arrays(ends, values, type=type_)
+    half = table.num_rows // 2
+    return pa.concat_tables(
+        [
+            table.slice(0, half).set_column(place, table.schema.field(place), lists.slice(0, half)),
+            table.slice(half).set_column(place, table.schema.field(place), pa.array(rows[half:], type_)),
+        ]
+    )
+
+
+def fill(lake: Lake, feed: Any, num_commits: int) -> None:
+    for number in range(num_commits):
+        tables, transactions = feed.commit(num_rollouts=6 if number % 5 else 70, num_tokens=6)
+        tables["action_sampled"] = with_odd_bits(tables["action_sampled"])
+        lake.append(tables, transactions)
+
+
+@pytest.fixture
+def lake(tmp_path: pathlib.Path) -> Lake:
+    return Lake.create(tmp_path / "lake")
+
+
+def test_readers_agree_before_and_after_maintenance(lake: Lake, feed: Any) -> None:
+    path = lake.location.local_path()
+    apps = ["lane/p/1/rollout/0", "log/rollout/0", "log/control/0"]
+    fill(lake, feed, 6)
+    lake.append(one_of_each(1_000), {"log/control/0": 2_000})
+    before = assert_agree(path, apps)
+    assert before.counts == {kind: 165 if kind in {"action_sampled", "reward_assigned"} else 1 for kind in sorted(KINDS)}
+    compact(lake)
+    checkpoint(lake)
+    assert clean_logs(lake) > 6
+    assert vacuum(lake, safe_age_s=-1)
+    after = assert_agree(path, apps)
+    assert after == before
+    fill(lake, feed, 3)
+    grown = assert_agree(path, [*apps, "maintenance"])
+    assert grown.counts["action_sampled"] == before.counts["action_sampled"] + 82
+
+
+def test_checkpoint_of_a_lake_without_compaction_is_read(lake: Lake, feed: Any) -> None:
+    fill(lake, feed, 4)
+    checkpoint(lake)
+    clean_logs(lake)
+    fill(lake, feed, 2)
+    assert_agree(lake.location.local_path(), ["log/rollout/0"])
