@@ -18,5 +18,5 @@ def run(options: argparse.Namespace) -> int:
     from rolltape.store.verify import verify
 
     report = verify(open_lake(options.lake))
-    print_rows(report.rows(), title="contracts")
+    print_rows(report.to_rows(), title="contracts")
     return 0 if report.ok else 1
