@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+from tests.conftest import Tape
 
 from rolltape.schema.digest import prefix_digest
 from rolltape.schema.fold import Fold
-from tests.conftest import Tape
 
 SAMPLING: Final = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs_mode": "processed_logprobs"}
 
@@ -130,7 +130,9 @@ def row(folded: Fold, trajectory_id: str, attempt: int = 0) -> dict[str, Any]:
     rows = folded.trajectories.to_pylist()
     found = [r for r in rows if r["trajectory_id"] == trajectory_id and r["attempt"] == attempt]
     assert len(found) == 1, f"{len(found)} rows of {trajectory_id}/{attempt}"
-    return found[0]
+    [only] = found
+    assert isinstance(only, dict)
+    return only
 
 
 def segments(folded: Fold, trajectory_id: str, attempt: int = 0) -> list[dict[str, Any]]:

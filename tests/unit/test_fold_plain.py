@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.attempts import AttemptWriter, row, segments, shuffled, version_runs, whole
+from tests.conftest import Tape
 
 from rolltape.schema import fold as fold_module
 from rolltape.schema.fold import SEGMENT_SCHEMA, TRAJECTORY_SCHEMA, fold
 from rolltape.schema.reasons import UNTRAINABLE_REASONS
-from tests.attempts import AttemptWriter, row, segments, shuffled, version_runs, whole
-from tests.conftest import Tape
 
 
 def test_no_events_make_empty_tables_of_the_right_schemas() -> None:
@@ -120,7 +121,9 @@ def test_the_buffer_under_a_null_log_prob_is_zero(tape: Tape) -> None:
     events = tape.tables()
     table = events["action_sampled"]
     garbage = pa.array(np.array([7.5, -2.0], np.float32), mask=np.array([True, False]))
-    raw = pa.Array.from_buffers(pa.float32(), 2, [garbage.buffers()[0], pa.py_buffer(np.array([7.5, -2.0], np.float32))])
+    raw = pa.Array.from_buffers(
+        pa.float32(), 2, [garbage.buffers()[0], pa.py_buffer(np.array([7.5, -2.0], np.float32))]
+    )
     column = table.schema.get_field_index("rollout_log_probs")
     lists = pa.ListArray.from_arrays([0, 2], raw, type=table.schema.field(column).type)
     events["action_sampled"] = table.set_column(column, table.schema.field(column), lists)
@@ -194,7 +197,7 @@ def test_undeclared_sampling_is_named(tape: Tape, change: dict[str, object], rea
 
 def test_a_stored_support_makes_truncated_sampling_known(tape: Tape) -> None:
     sampling = {"temperature": 1.0, "top_p": 0.8, "logprobs_mode": "processed_logprobs"}
-    support = {"support_token_ids": [[5, 9, 6, 7]], "support_offsets": [[0, 2, 3, 4]]}
+    support: dict[str, Any] = {"support_token_ids": [[5, 9, 6, 7]], "support_offsets": [[0, 2, 3, 4]]}
     whole(tape, "t", sampling=[sampling], **support)
     assert row(fold(tape.tables()), "t")["untrainable_reasons"] == []
 
@@ -216,7 +219,12 @@ def test_modes_and_temperatures_that_differ_between_actions_are_named(tape: Tape
 def test_a_text_import_is_queryable_and_refused_by_name(tape: Tape) -> None:
     writer = AttemptWriter(tape, "t")
     writer.start(None, prompt_text="What is 2 + 3?")
-    text = {"token_ids": None, "rollout_log_probs": None, "prefix_source": "unknown", "version_runs": None}
+    text: dict[str, Any] = {
+        "token_ids": None,
+        "rollout_log_probs": None,
+        "prefix_source": "unknown",
+        "version_runs": None,
+    }
     writer.act((), **text, prefix_digest=None, prefix_length=None, sampling=None, text="5")
     writer.end(num_action_tokens=None, num_observation_tokens=None)
     writer.reward()
@@ -262,9 +270,11 @@ def test_only_failures_that_are_not_the_policys_forbid_training(tape: Tape, stat
 
 
 @pytest.mark.parametrize(
-    "sums", [{"num_action_tokens": 4}, {"num_observation_tokens": 1}, {"last_event_index": 1}], ids=lambda s: next(iter(s))
+    "sums",
+    [{"num_action_tokens": 4}, {"num_observation_tokens": 1}, {"last_event_index": 1}],
+    ids=lambda s: next(iter(s)),
 )
-def test_check_sums_that_differ_are_named(tape: Tape, sums: dict[str, int]) -> None:
+def test_check_sums_that_differ_are_named(tape: Tape, sums: dict[str, Any]) -> None:
     writer = AttemptWriter(tape, "t")
     writer.start()
     writer.act([5, 6, 7])

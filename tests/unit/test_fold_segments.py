@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rolltape.schema.fold import Fold, fold
 from tests.attempts import SAMPLING, AttemptWriter, row, segments, version_runs
 from tests.conftest import Tape
+
+from rolltape.schema.fold import Fold, fold
 
 
 def trained(segment: dict[str, Any]) -> list[int]:
@@ -172,7 +173,7 @@ def test_partial_actions_join_and_share_their_proof(tape: Tape) -> None:
     writer = AttemptWriter(tape, "t")
     writer.start([1, 2])
     head = writer.act([5, 6], version=7)
-    unreported = {"prefix_digest": None, "prefix_source": None, "prefix_length": None}
+    unreported: dict[str, Any] = {"prefix_digest": None, "prefix_source": None, "prefix_length": None}
     middle = writer.act([7], version=8, continues_event_id=head, **unreported)
     writer.act([8], version=8, seen=[1, 2], continues_event_id=middle)
     writer.end()

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from rolltape.schema import reasons
 from rolltape.schema.columns import INT32
 from rolltape.schema.fold_attempts import Attempts, judge_attempts, take_over
-from rolltape.schema.fold_facts import RunFacts, end_columns, identity_columns, log_offsets, own_events
+from rolltape.schema.fold_facts import RunFacts, end_columns, identity_columns, log_offsets
 from rolltape.schema.fold_inputs import Keys, KindRows
 from rolltape.schema.fold_labels import ActionPlaces, Masks, Rewards, apply_masks, judge_rewards
 from rolltape.schema.fold_layout import FROM_REWRITE, FROM_START, Contexts, Layout, lay_out, read_contexts
@@ -48,7 +48,7 @@ from rolltape.schema.fold_schema import (
     SUMMARY,
     TRAJECTORY_SCHEMA,
 )
-from rolltape.schema.fold_timeline import END, REWRITE, Coverage, Timeline, cover, order_events
+from rolltape.schema.fold_timeline import ACTION, END, OBSERVATION, REWRITE, Coverage, Timeline, cover, order_events
 from rolltape.schema.fold_tokens import (
     LogProbs,
     Sampled,
@@ -83,6 +83,7 @@ class Parts:
 
     keys: Keys
     kinds: Mapping[str, KindRows]
+    own: Timeline
     timeline: Timeline
     coverage: Coverage
     attempts: Attempts
@@ -138,6 +139,7 @@ def _fold_parts(keys: Keys, kinds: Mapping[str, KindRows], events: Mapping[str, 
     return Parts(
         keys=keys,
         kinds=kinds,
+        own=own,
         timeline=timeline,
         coverage=coverage,
         attempts=attempts,
@@ -345,10 +347,9 @@ def _without_support(parts: Parts) -> Bools:
 
 def _check_sums_differ(parts: Parts, end: Mapping[str, pa.Array]) -> Bools:
     """Attempts whose end names other counts, or another last index, than their own events have."""
-    counted = own_events(parts.kinds, parts.keys.num_keys)
     pairs = (
-        (ints_of(end["num_action_tokens"]), counted["action_sampled"]),
-        (ints_of(end["num_observation_tokens"]), counted["observation_received"]),
+        (ints_of(end["num_action_tokens"]), _recorded_tokens(parts, ACTION, "action_sampled")),
+        (ints_of(end["num_observation_tokens"]), _recorded_tokens(parts, OBSERVATION, "observation_received")),
         (ints_of(end["event_index"]), parts.coverage.last),
         (ints_of(end["last_event_index"]), parts.coverage.last),
     )
@@ -356,6 +357,13 @@ def _check_sums_differ(parts: Parts, end: Mapping[str, pa.Array]) -> Bools:
     for told, found in pairs:
         differ |= (told >= 0) & (told != found)
     return differ
+
+
+def _recorded_tokens(parts: Parts, code: int, kind: str) -> Ints:
+    """Tokens of one kind that each attempt recorded itself, injected ones among them."""
+    own = parts.own.select(parts.own.kind == code)
+    lengths = lists_of(parts.kinds[kind].column("token_ids")).lengths
+    return sum_by(own.key, lengths[own.row], parts.keys.num_keys)
 
 
 def _segment_table(parts: Parts, identity: Mapping[str, pa.Array], revisions: pa.Array) -> pa.Table:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.schema.fold_inputs import Keys, KindRows
-from rolltape.schema.fold_ranges import Ints, bools_of, ints_of, single, take_or_null
+from rolltape.schema.fold_ranges import Ints, ints_of, single, take_or_null
 from rolltape.schema.kinds import kind_named
 
 _DISPATCHED: Final = ("training_step", "group_ordinal", "member", "group_size", "worker_id")
@@ -148,18 +148,3 @@ def end_columns(kinds: Mapping[str, KindRows], num_keys: int) -> tuple[dict[str,
     columns = {name: take_or_null(ended.field(name), rows) for name in names}
     columns["event_index"] = take_or_null(ended.column("event_index"), rows)
     return columns, rows
-
-
-def failed_with(status: pa.Array, name: str) -> np.ndarray:
-    """Which attempts ended with the status ``name``."""
-    return bools_of(pc.equal(status, name))
-
-
-def own_events(kinds: Mapping[str, KindRows], num_keys: int) -> dict[str, Ints]:
-    """Tokens recorded under each attempt itself, by kind: what its check sums count."""
-    counts = {}
-    for name in ("action_sampled", "observation_received"):
-        rows = kinds[name]
-        lengths = ints_of(pc.list_value_length(rows.column("token_ids")), null=0)
-        counts[name] = np.bincount(rows.key, weights=lengths, minlength=num_keys).astype(np.int64)
-    return counts

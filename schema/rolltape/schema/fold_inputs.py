@@ -173,20 +173,18 @@ def _distinct(kind: str, table: pa.Table) -> KindRows:
 
 
 def _first_copies(table: pa.Table, kind: str, codes: Ints) -> Bools:
-    """For each event id the copy with the smallest log position, then with the smallest content digest."""
+    """For each event id the copy with the smallest log position; of copies without one, with the smallest digest.
+
+    A position names one record for good, and within it the lane sequence one row: copies that agree on them are equal.
+    """
     repeated = np.flatnonzero((np.bincount(codes[codes >= 0])[codes] > 1) & (codes >= 0))
-    offsets = ints_of(single(_column(table, kind, "log_offset")), null=_NO_OFFSET)[repeated]
-    partitions = ints_of(single(_column(table, kind, "log_partition")), null=_NO_OFFSET)[repeated]
-    order = np.lexsort((partitions, offsets, codes[repeated]))
-    ordered = repeated[order]
-    tied = np.diff(codes[ordered]) == 0
-    tied &= (np.diff(offsets[order]) == 0) & (np.diff(partitions[order]) == 0)
-    if tied.any():
-        digests = np.zeros(len(ordered), dtype="U64")
-        in_tie = np.flatnonzero(np.append(tied, False) | np.insert(tied, 0, False))
-        digests[in_tie] = _content_digests(table.take(pa.array(ordered[in_tie])))
-        order = np.lexsort((digests, partitions[order], offsets[order], codes[ordered]))
-        ordered = ordered[order]
+    names = ("log_offset", "log_partition", "lane_seq")
+    offsets, partitions, lane = (ints_of(single(_column(table, kind, n)), null=_NO_OFFSET)[repeated] for n in names)
+    digests = np.zeros(len(repeated), "U64")
+    unstamped = np.flatnonzero(offsets == _NO_OFFSET)
+    if len(unstamped):
+        digests[unstamped] = _content_digests(table.take(pa.array(repeated[unstamped])))
+    ordered = repeated[np.lexsort((digests, lane, partitions, offsets, codes[repeated]))]
     kept = np.ones(table.num_rows, np.bool_)
     kept[repeated] = False
     kept[ordered[np.diff(codes[ordered], prepend=-1) != 0]] = True
@@ -194,7 +192,7 @@ def _first_copies(table: pa.Table, kind: str, codes: Ints) -> Bools:
 
 
 def _content_digests(table: pa.Table) -> list[str]:
-    """SHA-256 of each row without what the log stamped. Only for copies that the log's position cannot tell apart."""
+    """SHA-256 of each row without what the log stamps. Only for copies that have no position in the log yet."""
     stamps = [name for name in STAMPED_BY_LOG if name in table.column_names]
     rows = table.drop_columns(stamps).to_pylist()
     return [hashlib.sha256(repr(row).encode()).hexdigest() for row in rows]
@@ -206,7 +204,7 @@ def _ranked(names: pa.Array) -> tuple[Ints, pa.Array]:
     codes, dictionary = ints_of(encoded.indices), encoded.dictionary
     if names.null_count:
         dictionary = pa.concat_arrays([dictionary, pa.array([""], dictionary.type)])
-        codes[codes < 0] = len(dictionary) - 1
+        codes = np.where(codes < 0, len(dictionary) - 1, codes)
     if len(dictionary) > 1 and not pc.all(pc.less(dictionary[:-1], dictionary[1:])).as_py():
         order = pc.sort_indices(dictionary).to_numpy().astype(np.int64)
         ranks = np.empty(len(order), np.int64)

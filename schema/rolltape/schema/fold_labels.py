@@ -122,8 +122,8 @@ def _judgements(rewards: KindRows) -> tuple[Array, Ints]:
     scalars: Array = pc.fill_null(column, float("nan")).to_numpy(zero_copy_only=False)
     names = rewards.field("state")
     codes = ints_of(pc.index_in(names, pa.array(REWARD_STATES)), null=_CODE[INVALID])
-    codes[(codes == _CODE[EARNED]) & ~np.isfinite(scalars)] = _CODE[INVALID]
-    return scalars, codes
+    unfounded = (codes == _CODE[EARNED]) & ~np.isfinite(scalars)
+    return scalars, np.where(unfounded, _CODE[INVALID], codes)
 
 
 def _token_rewards(
@@ -138,11 +138,14 @@ def _token_rewards(
     """Earned rewards of single actions with their place, by attempt; sets the worst state of each attempt."""
     by_target: dict[tuple[int, int, int], list[tuple[str, float, int]]] = {}
     ids, targets = rewards.column("event_id"), rewards.field("target_event_id")
-    tokens = ints_of(rewards.field("target_token"))
+    last = np.iinfo(np.int64).max
+    tokens = ints_of(rewards.field("target_token"), null=last)
     for row in rows.tolist():
         key = int(rewards.key[row])
         place = places.find(key, targets[row].as_py())
-        token = int(tokens[row]) if tokens[row] >= 0 else (place.length - 1 if place else -1)
+        token = int(tokens[row])
+        if place is not None and token == last:
+            token = place.length - 1
         if place is None or not 0 <= token < place.length:
             token_state[key] = _worse(int(token_state[key]), _CODE[INVALID])
             continue

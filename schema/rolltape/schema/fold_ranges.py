@@ -73,9 +73,9 @@ def bools_of(array: pa.Array, *, null: bool = False) -> Bools:
 
 
 def ints_of(array: pa.Array, *, null: int = -1) -> Ints:
-    """An integer array as int64 NumPy; nulls become ``null``."""
+    """An integer array as int64 NumPy, perhaps a read-only view; nulls become ``null``."""
     if array.null_count:
-        array = pc.fill_null(array, null)
+        array = pc.fill_null(array.cast(pa.int64()), null)
     ints: Ints = array.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     return ints
 
