@@ -219,6 +219,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which outside witnesses did not run, and how to run them."""
     if not os.environ.get("ROLLTAPE_DELTA_KERNEL_HOME"):
         terminalreporter.write_line(
-            "NOT RUN: Delta Kernel did not read the lakes of these tests. Set ROLLTAPE_DELTA_KERNEL_HOME to a folder with "
-            "DeltaRead.java and libs/ (Java 17), then run tests/integration/store/test_store_readers_agree.py"
+            "NOT RUN: Delta Kernel did not read the lakes of these tests. Set ROLLTAPE_DELTA_KERNEL_HOME to a folder "
+            "with DeltaRead.java and libs/ (Java 17), then run tests/integration/store/test_store_readers_agree.py"
         )

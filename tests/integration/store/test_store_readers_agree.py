@@ -99,8 +99,8 @@ def by_polars(path: pathlib.Path, apps: list[str]) -> Seen:
 def by_delta_kernel(path: pathlib.Path, apps: list[str]) -> Seen:
     assert KERNEL_HOME is not None
     home = pathlib.Path(KERNEL_HOME)
-    command = ["java", "-cp", f"{home}/libs/*", str(home / "DeltaRead.java"), str(path / "events")]
-    command += ["--group-by", "kind", "--sum", "token_ids", "--sum", "rollout_log_probs"]
+    command = ["java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-cp", f"{home}/libs/*"]
+    command += [str(home / "DeltaRead.java"), str(path / "events"), "--group-by", "kind", "--sum", "token_ids", "--sum", "rollout_log_probs"]
     command += [word for app in apps for word in ("--txn", app)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -123,8 +123,8 @@ def assert_agree(path: pathlib.Path, apps: list[str]) -> Seen:
     expected = by_rolltape(path, apps)
     for name, reader in READERS.items():
         seen = reader(path, apps)
-        known = Seen(*(mine if theirs is None else theirs for mine, theirs in zip(expected, seen, strict=True)))
-        assert known == expected, name
+        known = {field: value for field, value in seen._asdict().items() if value is not None}
+        assert expected._asdict() | known == expected._asdict(), name
     return expected
 
 
@@ -146,8 +146,8 @@ def one_of_each(start: int) -> dict[str, pa.Table]:
     for number, kind in enumerate(KINDS):
         schema = arrow_schema(kind)
         row = {field.name: sample(field.type) for field in schema}
-        row |= {"event_id": f"one-{start + number:06d}", "kind": kind, "log_topic": KINDS[kind].topic, "log_partition": 0}
-        row["log_offset"] = start + number
+        row |= {"event_id": f"one-{start + number:06d}", "kind": kind}
+        row |= {"log_topic": KINDS[kind].topic, "log_partition": 0, "log_offset": start + number}
         tables[kind] = pa.Table.from_pylist([row], schema=schema)
     return tables
 
@@ -188,7 +188,7 @@ def test_readers_agree_before_and_after_maintenance(lake: Lake, feed: Any) -> No
     fill(lake, feed, 6)
     lake.append(one_of_each(1_000), {"log/control/0": 2_000})
     before = assert_agree(path, apps)
-    assert before.counts == {kind: 165 if kind in {"action_sampled", "reward_assigned"} else 1 for kind in sorted(KINDS)}
+    assert before.counts == dict.fromkeys(KINDS, 1) | {"action_sampled": 165, "reward_assigned": 165}
     compact(lake)
     checkpoint(lake)
     assert clean_logs(lake) > 6
