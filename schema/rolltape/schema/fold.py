@@ -17,11 +17,15 @@ from typing import Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from rolltape.schema.fold_assemble import assemble
 from rolltape.schema.fold_digests import content_digests_of, segment_digests
+from rolltape.schema.fold_facts import RunFacts, identity_columns
 from rolltape.schema.fold_inputs import KEYED_KINDS, Keys, KindRows, read_inputs
+from rolltape.schema.fold_parts import fold_parts
 from rolltape.schema.fold_schema import SEGMENT_SCHEMA, TRAJECTORY_SCHEMA
+from rolltape.schema.fold_segments import segment_table
+from rolltape.schema.fold_trajectories import trajectory_table
 
 __all__ = [
     "FOLDED_KINDS",
@@ -58,11 +62,20 @@ def fold(events: Mapping[str, pa.Table]) -> Fold:
             duplicates allowed. Columns that a reader left out read as null.
     """
     keys, kinds = read_inputs(events)
-    folded = [assemble(part, rows, events) for part, rows in _shards(keys, kinds)]
+    folded = [_fold_shard(part, rows, events) for part, rows in _shards(keys, kinds)]
     return Fold(
         trajectories=pa.concat_tables([trajectories for trajectories, _ in folded]),
         segments=pa.concat_tables([segments for _, segments in folded]),
     )
+
+
+def _fold_shard(keys: Keys, kinds: Mapping[str, KindRows], events: Mapping[str, pa.Table]) -> tuple[pa.Table, pa.Table]:
+    """Trajectories and segments of whole trajectories; ``events`` holds the kinds that no attempt owns."""
+    parts = fold_parts(keys, kinds, events)
+    identity = identity_columns(kinds, keys)
+    purposes, revisions = RunFacts(events).columns(keys.run_ids, identity["run_epoch"])
+    identity["purpose"] = pc.coalesce(identity["purpose"], purposes)
+    return trajectory_table(parts, identity), segment_table(parts, identity, revisions)
 
 
 def _shards(keys: Keys, kinds: dict[str, KindRows]) -> list[tuple[Keys, dict[str, KindRows]]]:

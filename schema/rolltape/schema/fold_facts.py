@@ -136,15 +136,15 @@ class RunFacts:
         return purpose, revision
 
 
-def end_columns(kinds: Mapping[str, KindRows], num_keys: int) -> tuple[dict[str, pa.Array], Ints]:
-    """Status, cause and check sums of the end of each attempt, and its row among ``rollout_ended`` (-1: none)."""
+def end_columns(kinds: Mapping[str, KindRows], num_keys: int) -> dict[str, pa.Array]:
+    """Status, cause, check sums and event index of the end of each attempt; null where it has none."""
     ended = kinds["rollout_ended"]
     rows = first_rows(ended, num_keys)
     fields = kind_named("rollout_ended").struct_type
     names = [field.name for field in fields]
     if not ended.num_rows:
         absent = {name: pa.nulls(num_keys, fields.field(name).type) for name in names}
-        return {**absent, "event_index": pa.nulls(num_keys, pa.int32())}, rows
+        return {**absent, "event_index": pa.nulls(num_keys, pa.int32())}
     columns = {name: take_or_null(ended.field(name), rows) for name in names}
     columns["event_index"] = take_or_null(ended.column("event_index"), rows)
-    return columns, rows
+    return columns

@@ -80,7 +80,7 @@ class Scalarised:
 def scalarise(components: Iterable[RewardComponent]) -> Scalarised:
     """The scalar of ``components``, whatever their order: they are summed by (name, dimension, source).
 
-    * no component, or none but penalties present: ``missing``;
+    * no component with any weight present, penalties aside: ``missing``;
     * a required one missing, or any present value NaN, infinite or out of its bounds: ``invalid`` (never coerced);
     * otherwise ``earned``: Σ w_k R_k · (Σ all w / Σ present w) − Σ λ_j P_j in float64, left to right.
 
@@ -97,7 +97,10 @@ def scalarise(components: Iterable[RewardComponent]) -> Scalarised:
     total = _weighted_sum(present)
     complete = len(present) == len(gains)
     if not complete:
-        total *= _sum(gain.weight for gain in gains) / _sum(gain.weight for gain in present)
+        present_weight = _sum(gain.weight for gain in present)
+        if present_weight == 0.0:
+            return Scalarised(scalar=None, state="missing")
+        total *= _sum(gain.weight for gain in gains) / present_weight
     scalar = total - _weighted_sum([part for part in ordered if part.source == "penalty" and part.is_present])
     if not math.isfinite(scalar):
         return Scalarised(scalar=None, state="invalid", flags=(NON_FINITE,))

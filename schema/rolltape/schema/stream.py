@@ -73,6 +73,14 @@ def decode(value: pa.Buffer | bytes | bytearray | memoryview, *, kind: str | Non
         ValidationError: a column cannot be read as its spec without loss.
     """
     buffer = pa.py_buffer(value)
+    try:
+        return _decode(buffer, kind)
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        # Names of fields, say, that are no UTF-8: Arrow notices only when they are asked for.
+        raise CodecError(f"expected a sound Arrow record, got {buffer.size} bytes that are none: {error}") from error
+
+
+def _decode(buffer: pa.Buffer, kind: str | None) -> pa.RecordBatch:
     batch = _read(buffer)
     _check_bounds(batch)
     newest_minor = _check_versions(batch)
@@ -124,10 +132,7 @@ def _distinct(batch: pa.RecordBatch, name: str) -> list[str | None]:
     index = batch.schema.get_field_index(name)
     if index < 0 or not (pt.is_string(batch.column(index).type) or pt.is_large_string(batch.column(index).type)):
         return [None]
-    try:
-        values: list[str | None] = pc.unique(batch.column(index)).to_pylist()
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise CodecError(f"{name}: expected UTF-8 text, got bytes that are not: {error}") from error
+    values: list[str | None] = pc.unique(batch.column(index)).to_pylist()
     return values
 
 

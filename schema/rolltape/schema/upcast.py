@@ -53,10 +53,8 @@ def _rewrite(data: Data, index: int, upcaster: Upcaster) -> Data:
     if isinstance(data, pa.RecordBatch):
         struct = upcaster(data)
         return data.set_column(index, pa.field(data.schema.field(index).name, struct.type), struct)
-    chunks = [upcaster(batch) for batch in data.to_batches()]
-    if not chunks:
-        chunks = [upcaster(data.schema.empty_table().combine_chunks().to_batches()[0])]
-    return data.set_column(index, data.schema.field(index).name, pa.chunked_array(chunks))
+    batches = data.to_batches() or [pa.RecordBatch.from_pylist([], schema=data.schema)]
+    return pa.Table.from_batches([_rewrite(batch, index, upcaster) for batch in batches])
 
 
 def _action_sampled_from_1_0(batch: pa.RecordBatch) -> pa.StructArray:
