@@ -58,18 +58,13 @@ class TransformersEngine:
         self._model = model.eval()
         weight = model_parts(model).output_weight
         self._device = weight.device
-        self._dtype = str(weight.dtype).removeprefix("torch.")
         self._slots = VersionSlots[Weights](self._put_in_place, on_activated, time.perf_counter)
         self.engine_id: Final = engine_id
-
-    @property
-    def info(self) -> EngineInfo:
-        """The library, its version, dtype and device."""
-        return EngineInfo(
+        self.info: Final = EngineInfo(
             name="transformers",
             version=library_version("transformers"),
-            dtype=self._dtype,
-            device=self._device.type,
+            dtype=str(weight.dtype).removeprefix("torch."),
+            device=weight.device.type,
             capabilities=("version_runs", "switch_between_decode_steps", "processed_logprobs", "support"),
         )
 

@@ -80,7 +80,7 @@ def test_sort_digits_rewards_places_and_the_exact_answer() -> None:
     environment = SortDigits()
     problem = next(p for p in environment.problems("train") if len(set(p.answer)) == 3)
     index = list(environment.problems("train")).index(problem)
-    low, middle, high = problem.answer
+    low, middle, high = list(problem.answer)
     assert reward_of(environment, index, problem.answer) == 1.0
     assert reward_of(environment, index, problem.answer, ended=False) == 0.5 * 0.75
     assert reward_of(environment, index, low + high + middle) == 0.5 * 0.5
