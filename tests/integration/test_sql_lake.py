@@ -217,13 +217,13 @@ def test_verify_hashes_shards(lake: Lake, tape: Any) -> None:
     for version, content in ((1, good), (2, bad), (3, b"short"), (4, None)):
         if content is not None:
             lake.location.child("weights", f"v{version}", "a.safetensors").write_bytes(content)
-        tape.add(
-            "weights_published",
-            policy_id="actor", policy_run_epoch=1, version=version, payload="full", path=f"weights/v{version}", shards=[[{
-                    "file": "a.safetensors", "num_bytes": len(bad if version == 2 else good),
-                    "sha256": hashlib.sha256(good).hexdigest(),
-                }]],
-        )  # fmt: skip
+        shard = {
+            "file": "a.safetensors",
+            "num_bytes": len(bad if version == 2 else good),
+            "sha256": hashlib.sha256(good).hexdigest(),
+        }
+        columns = {"policy_id": "actor", "policy_run_epoch": 1, "version": version, "path": f"weights/v{version}"}
+        tape.add("weights_published", payload="full", shards=[[shard]], **columns)
     tape.add("checkpoint_saved", trainer_id="t", step=1, path="checkpoints/1", digest="d")
     tape.add("checkpoint_saved", trainer_id="t", step=2, path="checkpoints/2", digest="d")
     tape.add("artifacts_released", paths=[["checkpoints/2"]])

@@ -78,19 +78,29 @@ ATTEMPTS = View(
 
 ATTEMPT_FATES = View(
     name="attempt_fates",
-    needs=("attempts", "batches", "batch_members", "batch_drops", "train_step_completed"),
+    needs=("attempts", "batches", "train_step_completed"),
     doc="Each attempt under each trainer that may consume it, with the number of times that each fate met it.",
     kept=True,
     select="""
-        WITH trainers AS (
-            SELECT run_id, trainer_id FROM batches
+        WITH pinned AS MATERIALIZED (
+            SELECT
+                run_id, trainer_id, num_completions, source_run_ids, is_completed,
+                CASE WHEN is_completed THEN list_transform(
+                    list_filter(members, lambda m: NOT coalesce(m.is_padding, FALSE)),
+                    lambda m: {'trajectory_id': m.trajectory_id, 'attempt': m.attempt}
+                ) END AS members,
+                CASE WHEN is_completed THEN dropped END AS dropped
+            FROM batches
+        ),
+        trainers AS (
+            SELECT run_id, trainer_id FROM pinned
             UNION
             SELECT run_id, trainer_id FROM train_step_completed
         ),
         lines AS (
             SELECT run_id, trainer_id, run_id AS source_run_id FROM trainers
             UNION
-            SELECT run_id, trainer_id, unnest(source_run_ids) AS source_run_id FROM batches
+            SELECT run_id, trainer_id, unnest(source_run_ids) AS source_run_id FROM pinned
             UNION
             SELECT run_id, NULL, run_id FROM attempts WHERE run_id NOT IN (SELECT run_id FROM trainers)
         ),
@@ -107,8 +117,9 @@ ATTEMPT_FATES = View(
         ),
         trained AS (
             SELECT run_id, trainer_id, trajectory_id, attempt, sum(num_completions)::INTEGER AS trained
-            FROM batch_members
-            WHERE NOT is_padding AND is_completed
+            FROM (
+                SELECT run_id, trainer_id, num_completions, unnest(members, recursive := TRUE) FROM pinned
+            )
             GROUP BY run_id, trainer_id, trajectory_id, attempt
         ),
         dropped AS (
@@ -122,8 +133,11 @@ ATTEMPT_FATES = View(
                     WHERE reason IS NULL OR reason NOT IN ('superseded', 'abandoned', 'evaluation', 'already_trained')
                 ))::INTEGER AS for_itself,
                 string_agg(DISTINCT reason, ', ' ORDER BY reason) AS reason
-            FROM batch_drops
-            WHERE is_completed
+            FROM (
+                SELECT run_id, trainer_id, num_completions, d.trajectory_id AS trajectory_id,
+                    coalesce(d.attempt, 0) AS attempt, d.reason AS reason
+                FROM (SELECT run_id, trainer_id, num_completions, unnest(dropped) AS d FROM pinned)
+            )
             GROUP BY run_id, trainer_id, trajectory_id, attempt
         ),
         named AS (
