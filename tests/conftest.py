@@ -222,3 +222,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             "NOT RUN: Delta Kernel did not read the lakes of these tests. Set ROLLTAPE_DELTA_KERNEL_HOME to a folder "
             "with DeltaRead.java and libs/ (Java 17), then run tests/integration/store/test_store_readers_agree.py"
         )
+    if not os.environ.get("ROLLTAPE_S3_SERVER"):
+        terminalreporter.write_line(
+            "NOT RUN: no lake was kept in an object store. Set ROLLTAPE_S3_SERVER to a versitygw program, then run "
+            "tests/integration/store/test_store_s3.py"
+        )

@@ -100,7 +100,8 @@ def by_delta_kernel(path: pathlib.Path, apps: list[str]) -> Seen:
     assert KERNEL_HOME is not None
     home = pathlib.Path(KERNEL_HOME)
     command = ["java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-cp", f"{home}/libs/*"]
-    command += [str(home / "DeltaRead.java"), str(path / "events"), "--group-by", "kind", "--sum", "token_ids", "--sum", "rollout_log_probs"]
+    command += [str(home / "DeltaRead.java"), str(path / "events"), "--group-by", "kind"]
+    command += ["--sum", "token_ids", "--sum", "rollout_log_probs"]
     command += [word for app in apps for word in ("--txn", app)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
