@@ -243,10 +243,13 @@ def test_the_same_event_again_on_another_lane_adds_nothing(log: EventLog, tools:
     lanes.producer.send(action(tools, lanes, "t", 0, **content))
     lanes.producer.flush("logged", 10)
     other.producer.send(action(tools, other, "t", 0, **content))
+    other.producer.send(action(tools, other, "t", 1))
     other.producer.flush("logged", 10)
     back = tools.read_back(log)
-    assert len(back.of("action_sampled")) == 1
+    assert [row["event_index"] for row in back.of("action_sampled")] == [0, 1]
     assert back.of("dead_letter") == []
+    assert other.producer.acknowledged(ROLLOUT) == 1
+    assert back.offsets[ROLLOUT] == [0, 1]
 
 
 def test_one_event_id_twice_in_a_record_is_taken_once(log: EventLog, tools: Any) -> None:

@@ -285,7 +285,7 @@ def test_reload_forgets_what_was_staged() -> None:
     archive = Archive(MemoryTarget())
     archive.offer(record(0))
     archive.reload()
-    assert archive.num_staged == 0
+    assert not archive.has_staged
     assert archive.mark(Lane("p", 1, "rollout", 0)) == -1
     assert archive.commit() is None
     assert archive.offer(record(0)) is Outcome.ACCEPTED

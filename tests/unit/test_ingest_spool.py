@@ -146,7 +146,7 @@ def test_the_older_epoch_is_read_to_its_end_first(tmp_path: Path) -> None:
         for number in range(3):
             writer.append(record(10 * epoch + number))
         writer.close()
-    assert seqs(ProducerReader(writer.producer_folder)) == [0, 1, 2, 10, 11, 12]
+    assert seqs(ProducerReader(tmp_path / "producers" / "p")) == [0, 1, 2, 10, 11, 12]
 
 
 @pytest.mark.parametrize("kept", [1, HEAD_BYTES - 1, HEAD_BYTES, HEAD_BYTES + 10, 250])

@@ -94,7 +94,6 @@ class _Staged:
     letters: dict[Partition, list[dict[str, Any]]] = field(default_factory=dict)
     marks: dict[Lane, int] = field(default_factory=dict)
     offsets: dict[Partition, int] = field(default_factory=dict)
-    num_records: int = 0
 
 
 class Archive:
@@ -121,7 +120,7 @@ class Archive:
         self._staged = _Staged()
         self._parked: dict[Lane, dict[int, int]] = {}
         self._parked_offsets: dict[Partition, int] = {}
-        self._conflicts.clear_staged()
+        self._conflicts.forget_staged()
 
     # What stands where.
 
@@ -134,9 +133,9 @@ class Archive:
         return self._staged.offsets.get(partition, self._offsets.get(partition, NOTHING))
 
     @property
-    def num_staged(self) -> int:
-        """Records accepted since the last commit."""
-        return self._staged.num_records
+    def has_staged(self) -> bool:
+        """Whether a commit would change something."""
+        return bool(self._staged.marks or self._staged.offsets)
 
     def gaps(self) -> list[Gap]:
         """Lanes that stand still, and what they wait for."""
@@ -175,7 +174,10 @@ class Archive:
             self._park(lane, headers.first_lane_seq, headers.last_lane_seq, offset)
             return Outcome.PARKED
         self._conflicts.remember_record(lane, headers.first_lane_seq, checksum)
-        self._admit(record, lane, self._take_offset(lane.log_partition, offset), intact)
+        taken = self.last_offset(lane.log_partition) + 1 if offset is None else offset
+        # A record of repetitions alone leaves no row, so in a log that this archive numbers it takes no offset.
+        if self._admit(record, lane, taken, intact) or offset is not None:
+            self._take_offset(lane.log_partition, taken)
         self._staged.marks[lane] = headers.last_lane_seq
         return Outcome.ACCEPTED
 
@@ -204,10 +206,10 @@ class Archive:
     def _take_offset(self, partition: Partition, offset: int | None) -> int:
         taken = self.last_offset(partition) + 1 if offset is None else offset
         self._staged.offsets[partition] = max(taken, self.last_offset(partition))
-        self._staged.num_records += 1
         return taken
 
-    def _admit(self, record: Record, lane: Lane, offset: int, intact: bool) -> None:
+    def _admit(self, record: Record, lane: Lane, offset: int, intact: bool) -> bool:
+        """Stage the record's rows and dead letters at ``offset``; False if there are none."""
         try:
             if not intact:
                 raise CodecError(
@@ -217,13 +219,13 @@ class Archive:
             _check_lane(batch, record)
         except _REFUSED_ERRORS as error:
             self._add_letters(letters_of_record(record, reason=reason_of(error), detail=str(error)), record, offset)
-            return
+            return True
         known = self.mark(lane) - record.headers.first_lane_seq + 1
         if known > 0:
             batch = batch.slice(known)
-        self._admit_rows(batch, record, offset)
+        return self._admit_rows(batch, record, offset)
 
-    def _admit_rows(self, batch: pa.RecordBatch, record: Record, offset: int) -> None:
+    def _admit_rows(self, batch: pa.RecordBatch, record: Record, offset: int) -> bool:
         kind = record.headers.kind
         refused = {refusal.row: (refusal.reason, refusal.detail) for refusal in validate(batch, self._limits)}
         repeated = self._conflicts.check(kind, batch)
@@ -243,6 +245,7 @@ class Archive:
             self._staged.batches.setdefault(kind, []).append(stamped)
         if letters:
             self._add_letters(letters, record, offset)
+        return bool(batch.num_rows or letters)
 
     def _add_letters(self, letters: list[dict[str, Any]], record: Record, offset: int) -> None:
         partition = Partition(record.topic, record.partition)
@@ -306,7 +309,7 @@ class Archive:
             if (gap.lane, gap.first) in self._alarmed:
                 continue
             self._alarmed.add((gap.lane, gap.first))
-            if self._target.read_event("alarm_raised", event_id) is None:
+            if not self._target.read_events("alarm_raised", [event_id], None):
                 self._stage_alarm(event_id, gap)
 
     def _stage_alarm(self, event_id: str, gap: Gap) -> None:
@@ -336,7 +339,7 @@ class Archive:
             CommitterFencedError: another archiver moved the marks.
             StorageFullError: no room; nothing was committed.
         """
-        if not self._staged.num_records:
+        if not self.has_staged:
             return None
         staged = self._staged
         tables = {kind: pa.Table.from_batches(batches) for kind, batches in staged.batches.items()}
@@ -352,7 +355,7 @@ class Archive:
         self._marks.update(staged.marks)
         self._offsets.update({partition: transactions[log_app_id(partition)] for partition in staged.offsets})
         self._staged = _Staged()
-        self._conflicts.clear_staged()
+        self._conflicts.staged_are_committed()
         return commit
 
     def _archived_to(self, partition: Partition, offset: int) -> int:

@@ -14,25 +14,28 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltape.ingest.archive import Archive, Outcome
+from rolltape.ingest.conflicts import rows_by_id
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.locks import FileLock
 from rolltape.ingest.spool_layout import COMMITTER_LOCK, LOSSES, make_folder, producers_folder
 from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
-from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError
+from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError, StoreError
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
 
 CommitterMode = Literal["auto", "thread", "external"]
 
 _LOG: Final = logging.getLogger(__name__)
+
+_BUSY_COMMITS: Final = 32
+"""Commits after which maintenance no longer waits for a moment without work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +79,14 @@ class LakeTarget:
         """One commit of rows and transactions."""
         return self.lake.append(tables, transactions, expected)
 
-    def read_event(self, kind: str, event_id: str) -> Mapping[str, Any] | None:
-        """The committed event as a row; None if there is none."""
-        rows = self.lake.read(kind)
-        found = rows.filter(pc.equal(rows["event_id"], event_id)).to_pylist()
-        return found[0] if found else None
+    def read_events(
+        self, kind: str, event_ids: Collection[str], trajectory_ids: Collection[str] | None
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Those of the events that are committed, as rows by id; all files are read only if some were not found."""
+        found = rows_by_id(self.lake.read(kind, trajectory_ids=trajectory_ids), event_ids)
+        if trajectory_ids is None or len(found) == len(event_ids):
+            return found
+        return rows_by_id(self.lake.read(kind), event_ids)
 
 
 class Committer:
@@ -220,9 +226,9 @@ class Committer:
                 stop.wait(self._options.full_disk_retry_s)
                 continue
             now = time.monotonic()
+            last_work = now if worked else last_work
+            self._maintain(idle=not worked)
             if worked:
-                last_work = now
-                self._maintain()
                 continue
             idle = now - last_work > self._options.idle_after_s
             self.wake.wait(self._options.idle_poll_s if idle else self._options.poll_s)
@@ -235,12 +241,19 @@ class Committer:
         while self.run_once():
             self._last_rescan = 0.0
 
-    def _maintain(self) -> None:
-        if not self._options.maintenance:
+    def _maintain(self, *, idle: bool) -> None:
+        """A bounded round of maintenance while nothing waits, or after many commits also while something does."""
+        commits = self._commits_since_maintenance
+        if not self._options.maintenance or not commits or not (idle or commits >= _BUSY_COMMITS):
             return
         from rolltape.store.maintenance import maintain
 
-        maintain(self._lake, self._commits_since_maintenance)
+        try:
+            if maintain(self._lake, commits) is not None:
+                self._commits_since_maintenance = 0
+        except StoreError as error:
+            self._commits_since_maintenance = 0
+            _LOG.warning("maintenance put off, nothing is lost: %s", error)
 
     def close(self) -> None:
         """Give the lock back. Idempotent."""

@@ -5,10 +5,11 @@ What left the window is found by the full scan of ``rolltape verify``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from rolltape.ingest.lanes import Lane
 
@@ -26,14 +27,22 @@ _NOT_CONTENT: Final = frozenset(
 class ContentLookup(Protocol):
     """Where events that are committed already can be read again."""
 
-    def read_event(self, kind: str, event_id: str) -> Mapping[str, Any] | None:
-        """The event as a row, or None if there is none."""
+    def read_events(
+        self, kind: str, event_ids: Collection[str], trajectory_ids: Collection[str] | None
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Those of the events that are committed, as rows by id; ``trajectory_ids`` says where to look first."""
         ...
 
 
 def content_of(row: Mapping[str, Any]) -> str:
     """A spelling of everything that an event says; equal for equal events, NaN included."""
     return repr(sorted((name, value) for name, value in row.items() if name not in _NOT_CONTENT))
+
+
+def rows_by_id(table: pa.Table, event_ids: Collection[str]) -> dict[str, Mapping[str, Any]]:
+    """The rows of ``table`` with these event ids, by id."""
+    rows = table.filter(pc.is_in(table["event_id"], pa.array(sorted(event_ids), pa.string()))).to_pylist()
+    return {row["event_id"]: row for row in rows}
 
 
 class _Generations(Generic[K, V]):
@@ -52,6 +61,11 @@ class _Generations(Generic[K, V]):
         self._young.update(entries)
         if len(self._young) > self._half:
             self._old, self._young = self._young, {}
+
+    def discard(self, keys: Iterable[K]) -> None:
+        for key in keys:
+            self._young.pop(key, None)
+            self._old.pop(key, None)
 
     def known(self, keys: list[K]) -> set[K]:
         wanted = set(keys)
@@ -90,8 +104,13 @@ class ConflictWindow:
         self._staged.update({event_id: (batch, row) for row, event_id in enumerate(ids)})
         self._events.update(dict.fromkeys(ids, kind))
 
-    def clear_staged(self) -> None:
-        """The staged rows are committed, or forgotten."""
+    def staged_are_committed(self) -> None:
+        """The staged rows are to be read from the target from now on."""
+        self._staged.clear()
+
+    def forget_staged(self) -> None:
+        """The staged rows were not committed; they will be offered again."""
+        self._events.discard(self._staged)
         self._staged.clear()
 
     def check(self, kind: str, batch: pa.RecordBatch) -> dict[int, str | None]:
@@ -104,21 +123,25 @@ class ConflictWindow:
 
     def _compare(self, kind: str, batch: pa.RecordBatch, ids: list[str], known: set[str]) -> dict[int, str | None]:
         found: dict[int, str | None] = {}
-        first_rows: dict[str, int] = {}
+        earlier = self._earlier(kind, batch, known)
         for row, event_id in enumerate(ids):
-            if event_id in first_rows:
-                earlier: Mapping[str, Any] | None = batch.slice(first_rows[event_id], 1).to_pylist()[0]
+            content = content_of(batch.slice(row, 1).to_pylist()[0])
+            if event_id in earlier:
+                found[row] = None if earlier[event_id] == content else _differs(kind, event_id)
             else:
-                first_rows[event_id] = row
-                earlier = self._earlier(event_id) if event_id in known else None
-            if earlier is not None:
-                same = content_of(earlier) == content_of(batch.slice(row, 1).to_pylist()[0])
-                found[row] = None if same else _differs(kind, event_id)
+                earlier[event_id] = content
         return found
 
-    def _earlier(self, event_id: str) -> Mapping[str, Any] | None:
-        if event_id in self._staged:
-            batch, row = self._staged[event_id]
-            staged: dict[str, Any] = batch.slice(row, 1).to_pylist()[0]
-            return staged
-        return self._lookup.read_event(self._events.get(event_id) or "", event_id)
+    def _earlier(self, kind: str, batch: pa.RecordBatch, known: set[str]) -> dict[str, str]:
+        """Contents that known ids came with: of staged rows, else of committed ones."""
+        rows: dict[str, Mapping[str, Any]] = {}
+        for event_id in known & self._staged.keys():
+            staged, row = self._staged[event_id]
+            rows[event_id] = staged.slice(row, 1).to_pylist()[0]
+        committed: dict[str, set[str]] = {}
+        for event_id in known - self._staged.keys():
+            committed.setdefault(self._events.get(event_id) or kind, set()).add(event_id)
+        trajectory_ids = set(filter(None, batch.column("trajectory_id").to_pylist()))
+        for of_kind, event_ids in committed.items():
+            rows.update(self._lookup.read_events(of_kind, event_ids, trajectory_ids or None))
+        return {event_id: content_of(row) for event_id, row in rows.items()}

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.ingest.archive import Archive, Outcome
+from rolltape.ingest.conflicts import rows_by_id
 from rolltape.ingest.lanes import Lane, checked_producer_id
 from rolltape.ingest.log import Delivery, Level
 from rolltape.schema.codec import Record
@@ -47,11 +48,19 @@ class MemoryTarget:
         self._transactions.update(transactions)
         return version
 
-    def read_event(self, kind: str, event_id: str) -> Mapping[str, Any] | None:
-        """The committed event as a row; None if there is none."""
-        tables = [delivery.table for commit in self.commits for delivery in commit if delivery.kind == kind]
-        rows = (row for table in tables for row in table.filter(pc.equal(table["event_id"], event_id)).to_pylist())
-        return next(rows, None)
+    def read_events(
+        self,
+        kind: str,
+        event_ids: Collection[str],
+        trajectory_ids: Collection[str] | None,  # noqa: ARG002  # nothing to prune here
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Those of the events that are committed, as rows by id."""
+        found: dict[str, Mapping[str, Any]] = {}
+        for commit in self.commits:
+            for delivery in commit:
+                if delivery.kind == kind:
+                    found.update(rows_by_id(delivery.table, event_ids))
+        return found
 
 
 def _deliveries(kind: str, table: pa.Table, version: int) -> list[Delivery]:
@@ -137,7 +146,7 @@ class MemoryLog:
         progress = True
         while progress:
             parked = [record for record in self._waiting if self._archive.offer(record) is Outcome.PARKED]
-            progress = bool(self._archive.num_staged)
+            progress = self._archive.has_staged
             self._archive.raise_alarms()
             self._archive.commit()
             for lane in {gap.lane for gap in self._archive.gaps()} | set(self._archive.resumable()):
