@@ -83,7 +83,14 @@ def check_sort_digits(lake: Lake, config: RunConfig, checks: Checks) -> None:
 
 def check_versions(lake: Lake, checks: Checks) -> None:
     """List versions with their acknowledgements; each one that sampled must have been committed and activated."""
-    rows = lake.sql("select * from policy_versions order by run_epoch, version").arrow().to_pylist()
+    rows = (
+        lake.sql(
+            "select version, step, state, required_engines, staged_engines, activated_engines, weights_digest "
+            "from policy_versions order by policy_run_epoch, version"
+        )
+        .arrow()
+        .to_pylist()
+    )
     shown = rows if len(rows) <= 6 else [*rows[:2], *rows[-4:]]
     print_rows(shown, title=f"weight versions ({len(rows)} in all)")
     checks.check(
