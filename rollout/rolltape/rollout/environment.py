@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 from rolltape.schema.reward import RewardComponent
 
@@ -44,52 +45,38 @@ class Answer:
     ended: bool  # the policy stopped by itself; False: cut by length
 
 
-class Environment(Protocol):
-    """Poses problems and judges answers. Implementations derive from it, for :meth:`problem_columns`.
+class Environment(ABC):
+    """Poses problems and judges answers.
 
     ``name`` and ``version`` go onto the tape with every rollout; a change of prompts or rewards is a new version.
     """
 
-    @property
-    def name(self) -> str:
-        """Name under which the environment is configured and recorded."""
-        ...
+    name: ClassVar[str]
+    """Name under which the environment is configured and recorded."""
+    version: ClassVar[str]
+    """Version of its prompts and rewards."""
+    domain: ClassVar[str]
+    """Domain of its problems, for routing and reports."""
+    source: ClassVar[str]
+    """Where its problems come from, with their licence."""
+    verifier: ClassVar[str]
+    """Name of the rule that judges."""
 
-    @property
-    def version(self) -> str:
-        """Version of its prompts and rewards."""
-        ...
-
-    @property
-    def domain(self) -> str:
-        """Domain of its problems, for routing and reports."""
-        ...
-
-    @property
-    def source(self) -> str:
-        """Where its problems come from, with their licence."""
-        ...
-
-    @property
-    def verifier(self) -> str:
-        """Name of the rule that judges."""
-        ...
-
+    @abstractmethod
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of one split, always in the same order; the splits share no problem."""
-        ...
 
+    @abstractmethod
     def judge(self, problem: Problem, answer: Answer) -> tuple[RewardComponent, ...]:
         """The components of the answer's reward, always the same ones in the same order.
 
         Raises:
             Exception: whatever goes wrong in a verifier; the caller records that no reward could be earned, never 0.
         """
-        ...
 
+    @abstractmethod
     def is_correct(self, problem: Problem, answer: Answer) -> bool:
         """Whether the answer is right, for evaluation (exact match)."""
-        ...
 
     def problem_columns(self) -> dict[str, Any]:
         """Columns of ``problem_registered``, one row for each problem of both splits."""

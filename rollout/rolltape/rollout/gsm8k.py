@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from rolltape.rollout import rewards
 from rolltape.rollout.environment import Answer, Environment, Message, Problem, Split
@@ -57,11 +57,11 @@ class Gsm8kConfig:
 class Gsm8k(Environment):
     """Word problems whose answer is one number."""
 
-    name: Final = "gsm8k"
-    version: Final = "1"
-    domain: Final = "math"
-    source: Final = "GSM8K test split, openai/grade-school-math, MIT"
-    verifier: Final = "exact_number"
+    name: ClassVar[str] = "gsm8k"
+    version: ClassVar[str] = "1"
+    domain: ClassVar[str] = "math"
+    source: ClassVar[str] = "GSM8K test split, openai/grade-school-math, MIT"
+    verifier: ClassVar[str] = "exact_number"
 
     def __init__(self, config: Gsm8kConfig | None = None, seed: int = 0) -> None:
         del seed  # the split is fixed by the order of the file

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from rolltape.rollout import rewards
 from rolltape.rollout.environment import Answer, Environment, Problem, Split
@@ -41,11 +41,11 @@ class SortDigitsConfig:
 class SortDigits(Environment):
     """Sort the digits of a number."""
 
-    name: Final = "sort_digits"
-    version: Final = "1"
-    domain: Final = "sorting"
-    source: Final = "all digit strings, made by rolltape"
-    verifier: Final = "sorted_text"
+    name: ClassVar[str] = "sort_digits"
+    version: ClassVar[str] = "1"
+    domain: ClassVar[str] = "sorting"
+    source: ClassVar[str] = "all digit strings, made by rolltape"
+    verifier: ClassVar[str] = "sorted_text"
 
     def __init__(self, config: SortDigitsConfig | None = None, seed: int = 0) -> None:
         self.config = config if config is not None else SortDigitsConfig()

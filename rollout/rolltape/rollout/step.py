@@ -148,12 +148,8 @@ class StepRunner:
         self._recorder.flush("spooled")
         places, epoch = rows.places, self._recorder.run_epoch
         for row in plan.record.tolist():
-            book.enter(
-                places[row],
-                Attempt(
-                    trajectory_id=batch.trajectory_ids[row], attempt=batch.attempts[row], epoch=epoch, step=rows.step
-                ),
-            )
+            trajectory_id, attempt = str(batch.trajectory_ids[row]), batch.attempts[row]
+            book.enter(places[row], Attempt(trajectory_id=trajectory_id, attempt=attempt, epoch=epoch, step=rows.step))
 
     def _chunks(self, rows: StepRows) -> Iterator[Rows]:
         """Row indices of each batch: whole groups, the same cut every time."""
