@@ -1,8 +1,8 @@
 """How long the fold takes: ``python benchmarks/bench_fold.py``.
 
 Plain trajectories (one action each) as a trainer meets them, many short ones, and agentic ones of many turns. Every
-prefix is hashed again, every token is placed. Prints one JSON line a case; ``share`` is against one SHA-256 and one
-copy of the response ids, measured in the same run, so that it holds on other machines.
+prefix is hashed again, every token is placed. Prints one JSON line a case, in CPU time; ``share`` is against one
+SHA-256 and one copy of the response ids, measured in the same run, so that it holds on other machines.
 """
 
 from __future__ import annotations
@@ -129,11 +129,12 @@ def _shuffled(tape: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
 
 
 def _best(call: Callable[[], object], repeats: int = 5) -> float:
+    """CPU seconds: the machine may be shared."""
     times = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     return min(times)
 
 

@@ -46,10 +46,11 @@ def prove_contexts(layout: Layout, contexts: Contexts, response_ids: Array, acti
         none = np.zeros(0, np.bool_)
         return Proof(event, none, none, event, none)
     tape_length = contexts.lengths[segment] + layout.start[event] - layout.bounds[segment]
-    recorded = pc.fill_null(actions.field("prefix_digest"), "").take(pa.array(rows)).to_pylist()
-    tape = _tape_digests(layout, contexts, response_ids, event)
-    same = np.fromiter((a == b for a, b in zip(recorded, tape, strict=True)), np.bool_, len(event))
-    has_digest = np.fromiter((digest.startswith(_PREFIX) for digest in recorded), np.bool_, len(event))
+    recorded = actions.field("prefix_digest").take(pa.array(rows))
+    has_digest = bools_of(pc.starts_with(recorded, _PREFIX))
+    same = np.zeros(len(event), np.bool_)
+    if has_digest.any():
+        same = bools_of(pc.equal(recorded, pa.array(_tape_digests(layout, contexts, response_ids, event))))
     _accept_media(same, has_digest, layout, contexts, response_ids, actions, event)
     length = ints_of(actions.field("prefix_length"))[rows]
     same &= (length < 0) | (length == tape_length)
@@ -164,7 +165,7 @@ def _continue(
     actions: KindRows,
     event: Ints,
     reported: Bools,
-    recorded: list[str],
+    recorded: pa.Array,
 ) -> None:
     """A partial action that continues the one right before it shares that one's context and its proof.
 
@@ -175,12 +176,15 @@ def _continue(
     if continues.null_count == len(continues):
         return
     ids = actions.column("event_id")
+    heads: dict[int, int] = {}
     for at in np.flatnonzero(bools_of(continues.is_valid())[rows]).tolist():
         adjacent = (
             at > 0 and event[at] == event[at - 1] + 1 and layout.segment[event[at]] == layout.segment[event[at - 1]]
         )
         if not adjacent or not known[at] or continues[int(rows[at])] != ids[int(rows[at - 1])]:
             continue
-        if not reported[at] or (recorded[at] and recorded[at] == recorded[at - 1]):
-            proved[at], differs[at] = proved[at - 1], differs[at - 1]
-            recorded[at] = recorded[at - 1]
+        head = at - 1
+        heads[at] = heads.get(head, head)
+        digest = recorded[at].as_py()
+        if not reported[at] or (digest is not None and digest == recorded[heads[at]].as_py()):
+            proved[at], differs[at] = proved[head], differs[head]

@@ -1,4 +1,4 @@
-"""Why an attempt may not be trained, as far as the tape alone can say; :mod:`rolltape.schema.reasons` has the meanings."""
+"""Why an attempt may not be trained, as far as the tape alone can say; ``reasons.py`` says what each means."""
 
 from __future__ import annotations
 
