@@ -20,6 +20,11 @@ from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema
 
 
+# Small tensors gain nothing from threads, and waiting threads cost a busy machine dearly. A test that is about threads
+# sets their number itself.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 class Tape:
     """Events in memory, stamped as a recorder and an embedded log would stamp them; any stamp can be given instead."""
 

@@ -175,7 +175,5 @@ def test_smollm2_is_the_real_model() -> None:
     model = build_model("smollm2-135m", 0)
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     with torch.no_grad():
-        for _ in range(8):
-            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
-            ids.append(int(logits.argmax()))
-    assert "4" in tokenizer.decode(ids[-8:])
+        logits = model(input_ids=torch.tensor([tokenizer.encode("The capital of France is")])).logits[0, -1]
+    assert tokenizer.decode([int(logits.argmax())]) == " Paris"

@@ -220,6 +220,7 @@ def _smollm2_folder() -> Path:
 def _convert_gguf(source: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+    _quiet()
     options = {"gguf_file": source.name, "local_files_only": True}
     loaded = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **options)
     settings = loaded.config.to_dict()
@@ -231,9 +232,17 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def _quiet() -> None:
+    """No progress bars: standard error belongs to whoever runs us."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def _load_smollm2() -> nn.Module:
     from transformers import LlamaForCausalLM
 
+    _quiet()
     model: nn.Module = LlamaForCausalLM.from_pretrained(
         _smollm2_folder(), dtype=torch.float32, local_files_only=True, **_ATTENTION
     )
