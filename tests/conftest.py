@@ -19,7 +19,6 @@ from rolltape.schema.identity import uuid7_many
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema
 
-
 # Small tensors gain nothing from threads, and waiting threads cost a busy machine dearly. A test that is about threads
 # sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -236,7 +236,8 @@ def _quiet() -> None:
     """No progress bars: standard error belongs to whoever runs us."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    switch: Any = logging.disable_progress_bar
+    switch()
 
 
 def _load_smollm2() -> nn.Module:
