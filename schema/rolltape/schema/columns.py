@@ -54,7 +54,7 @@ class Column:
     def field(self) -> pa.Field:
         """The Arrow field that this spec renders to.
 
-        Storage is always nullable: a table of many kinds reads absent columns as null. Validation enforces ``nullable``.
+        Storage is always nullable: a table of many kinds reads absent columns as null. ``nullable`` is validation's.
         """
         return pa.field(self.name, self.type)
 

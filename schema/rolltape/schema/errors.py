@@ -1,4 +1,6 @@
-"""The error tree. Every error is also the standard error that a caller would expect::
+"""The error tree: every error is also the standard error that a caller would expect.
+
+::
 
     RolltapeError
     ├── ValidationError (ValueError)         an event breaks its spec

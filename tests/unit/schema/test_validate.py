@@ -15,8 +15,8 @@ from rolltape.schema.kinds import KINDS
 from rolltape.schema.validate import Limits, validate
 
 
-def found(batch: pa.RecordBatch, limits: Limits = Limits(), *, stamped: bool = True) -> list[tuple[int, str]]:
-    return [(refusal.row, refusal.reason) for refusal in validate(batch, limits, stamped=stamped)]
+def found(batch: pa.RecordBatch, limits: Limits | None = None, *, stamped: bool = True) -> list[tuple[int, str]]:
+    return [(refusal.row, refusal.reason) for refusal in validate(batch, limits or Limits(), stamped=stamped)]
 
 
 def event(kind: str, rows: int, **columns: Any) -> pa.RecordBatch:
