@@ -41,6 +41,12 @@ def test_every_view_is_readable_on_an_empty_tape(tape: Any, view: str) -> None:
     assert sorted(found.column_names) == sorted(documented) or view == "view_columns"
 
 
+def test_every_column_has_a_meaning() -> None:
+    columns = view_columns()
+    assert columns.filter(pa.compute.equal(columns["doc"], "")).select(["view", "column"]).to_pylist() == []
+    assert set(columns["view"].to_pylist()) == VIEW_NAMES - {"view_columns"}
+
+
 def test_kinds_are_flat(tape: Any) -> None:
     tape.rollout("t", tokens=(5, 6))
     (row,) = rows(tape, "SELECT trajectory_id, token_ids, action_kind, engine.id AS engine FROM action_sampled")

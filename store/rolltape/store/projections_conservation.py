@@ -28,6 +28,14 @@ ATTEMPTS = View(
     ),
     doc="Every attempt that the tape knows of, without folding: handed out, begun, ended, abandoned, superseded.",
     kept=True,
+    columns={
+        "is_dispatched": "it was handed out",
+        "is_begun": "it has events of its own",
+        "is_ended": "it ended by itself",
+        "is_live": "on the live line of its run",
+        "abandoned_reason": "why it was abandoned",
+        "has_later_attempt": "a later attempt of the rollout is on the live line",
+    },
     select="""
         WITH purposes AS (
             SELECT run_id, any_value(purpose) AS purpose FROM run_started GROUP BY run_id
@@ -81,6 +89,20 @@ ATTEMPT_FATES = View(
     needs=("attempts", "batches", "train_step_completed"),
     doc="Each attempt under each trainer that may consume it, with the number of times that each fate met it.",
     kept=True,
+    columns={
+        "run_id": "run of the trainer",
+        "trainer_id": "trainer; null for a run that has none",
+        "source_run_id": "run of the attempt",
+        "dispatched": "1 if handed out on the live line",
+        "undispatched": "1 if it began without being handed out (imports, gateway sessions, forks)",
+        "trained": "completed batches that hold it as a member, padding aside",
+        "dropped": "completed batches that dropped it, or 1 if the orchestrator cancelled it",
+        "evaluated": "1 if it was an evaluation that ended",
+        "superseded": "1 if a later attempt took over",
+        "in_flight": "1 if nothing of this has happened yet",
+        "balance": "begun minus fates; anything but 0 is an error",
+        "drop_reason": "why it was dropped",
+    },
     select="""
         WITH pinned AS MATERIALIZED (
             SELECT
@@ -204,6 +226,19 @@ CONSERVATION = View(
     name="conservation",
     needs=("attempt_fates", "attempts"),
     doc="Per trainer of a run: begun = what became of it; balance and num_unbalanced are 0, or something is wrong.",
+    columns={
+        "dispatched": "attempts handed out on the live line",
+        "undispatched": "attempts that began without being handed out",
+        "trained": "trained, each time counted",
+        "dropped": "dropped, for drop_reasons",
+        "evaluated": "evaluations that ended",
+        "superseded": "attempts that a later one took over",
+        "in_flight": "attempts without a fate yet",
+        "balance": "begun minus fates; anything but 0 is an error",
+        "num_unbalanced": "attempts whose own balance is not 0",
+        "off_line": "attempts handed out on an abandoned part of the line; they do not count",
+        "drop_reasons": "dropped attempts by reason",
+    },
     select="""
         WITH reasons AS (
             SELECT run_id, trainer_id, list({'reason': drop_reason, 'num': num} ORDER BY drop_reason) AS drop_reasons

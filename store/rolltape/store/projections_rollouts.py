@@ -13,6 +13,10 @@ RUN_EPOCHS = View(
     name="run_epochs",
     needs=("run_started", "run_resumed"),
     doc="Epochs of each run; last_live_step: the last step of that epoch that still counts, null where unbounded.",
+    columns={
+        "last_live_step": "last step of the epoch that still counts; null: no later epoch bounds it",
+        "is_newest": "whether it is the newest epoch of the run",
+    },
     select="""
         WITH epochs AS (
             SELECT run_id, run_epoch, min(continues_from_step) AS continues_from_step
@@ -54,6 +58,9 @@ TRAJECTORIES = View(
     name="trajectories",
     needs=("folded_trajectories", "run_epochs"),
     doc="One row per attempt at a rollout, folded; is_live: on the run's live line.",
+    columns={
+        "is_live": "whether it is on the live line of its run",
+    },
     select="""
         SELECT
             t.*,
@@ -74,6 +81,15 @@ TOKENS = View(
     name="tokens",
     needs=("folded_segments",),
     doc="One row per response token; position counts from 0; trusted is null for tokens that are no action.",
+    columns={
+        "position": "place among the tokens after the context, from 0",
+        "token_id": "exact id",
+        "log_prob": "log-prob under the rollout policy (nat); null where none is stored",
+        "is_action": "sampled, owned by this row, not masked by mask_assigned",
+        "is_observation": "tool, environment or template token",
+        "policy_version": "version that sampled it; null where it is no action or unknown",
+        "trusted": "whether its log-prob can be computed with; null where it is no action",
+    },
     select=f"""
         SELECT
             * REPLACE (nullif(policy_version, -1) AS policy_version),
@@ -99,6 +115,10 @@ REWARDS = View(
     name="rewards",
     needs=("reward_assigned",),
     doc="Judgements; is_conflict: another one for the same target stands beside it, and neither is superseded.",
+    columns={
+        "is_superseded": "a later judgement replaces it",
+        "is_conflict": "another judgement of the same target stands, and neither is superseded",
+    },
     select="""
         WITH superseded AS (
             SELECT DISTINCT run_id, unnest(supersedes) AS event_id FROM reward_assigned
@@ -123,6 +143,19 @@ GROUPS = View(
     name="groups",
     needs=("trajectories",),
     doc="Groups of root rollouts on the live line. zero_variance: all earned rewards are equal but for rounding.",
+    columns={
+        "num_members": "current attempts of root rollouts",
+        "num_ended": "of them ended",
+        "num_rewarded": "of them with an earned reward",
+        "num_trainable": "of them trainable as far as the tape alone can say",
+        "num_action_tokens": "sampled tokens of all members",
+        "reward_mean": "mean of the earned rewards",
+        "reward_std": "their sample standard deviation (divisor n - 1)",
+        "reward_min": "smallest",
+        "reward_max": "largest",
+        "zero_variance": "all earned rewards equal but for rounding (1e-6 of their size); null: none is earned",
+        "is_complete": "as many members as the group was to have",
+    },
     select="""
         SELECT
             run_id,
@@ -154,6 +187,10 @@ TEACHER_SCORES = View(
     name="teacher_scores",
     needs=("teacher_scored",),
     doc="Teachers' log-probs of recorded tokens.",
+    columns={
+        "num_tokens": "ids that were scored",
+        "mean_log_prob": "mean log-prob of them (nat)",
+    },
     select="""
         SELECT
             run_id, trajectory_id, attempt, group_id, problem_id, segment_index, event_id, teacher_id, weights_digest,

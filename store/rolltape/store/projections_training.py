@@ -10,6 +10,14 @@ BATCHES = View(
     name="batches",
     needs=("batch_formed", "steps"),
     doc="Batches as pinned. is_completed: a step on the live line names it, so that it counts.",
+    columns={
+        "num_members": "members, padding included",
+        "num_padding": "of them padding copies",
+        "num_dropped": "candidates that were dropped",
+        "num_completions": "steps on the live line that name it; more than 1 is an error",
+        "is_completed": "whether a step on the live line names it",
+        "is_skipped": "whether that step skipped the optimizer",
+    },
     select="""
         WITH pinned AS (
             SELECT *
@@ -47,6 +55,28 @@ BATCH_MEMBERS = View(
     name="batch_members",
     needs=("batches",),
     doc="Members of every batch, in the order in which they are trained (place counts from 0).",
+    columns={
+        "is_completed": "whether a step on the live line names the batch",
+        "num_completions": "steps on the live line that name it",
+        "place": "place in the batch, from 0",
+        "group_ordinal": "place of its group in the step",
+        "member": "place in its group",
+        "last_event_index": "last event of the attempt that the batch saw",
+        "reward": "scalar reward that it was trained with",
+        "is_padding": "a padding copy: not counted as trained",
+        "source_trajectory_id": "trajectory that a padding copy repeats",
+        "content_digest": "digest over all that it is trained from",
+        "token_ids_digest": "of its token ids",
+        "log_probs_digest": "of its rollout log-probs",
+        "masks_digest": "of its masks",
+        "versions_digest": "of its policy versions",
+        "rewards_digest": "of its reward",
+        "reward_event_ids": "reward events used",
+        "teacher_event_ids": "teacher scores used",
+        "mask_event_ids": "mask events used",
+        "attempt": "try at the rollout, from 0",
+        "group_id": "group",
+    },
     select="""
         SELECT
             run_id, run_epoch, trainer_id, batch_id, step, event_id, is_completed, num_completions, place,
@@ -71,6 +101,11 @@ BATCH_DROPS = View(
     name="batch_drops",
     needs=("batches",),
     doc="Candidates that a batch did not train, and why.",
+    columns={
+        "is_completed": "whether a step on the live line names the batch",
+        "num_completions": "steps on the live line that name it",
+        "reason": "named reason",
+    },
     select="""
         SELECT
             run_id, run_epoch, trainer_id, batch_id, step, is_completed, num_completions,
@@ -88,6 +123,11 @@ STEPS = View(
     name="steps",
     needs=("train_step_completed", "checkpoint_saved", "run_epochs"),
     doc="Completed steps; is_live: not abandoned by a later run epoch.",
+    columns={
+        "is_live": "not abandoned by a later run epoch",
+        "checkpoint_path": "place of the checkpoint, relative to the lake",
+        "checkpoint_num_bytes": "its size",
+    },
     select="""
         WITH saved AS (
             SELECT run_id, trainer_id, step, digest, any_value(path) AS path, max(num_bytes) AS num_bytes
@@ -113,6 +153,11 @@ STEP_METRICS = View(
     name="step_metrics",
     needs=("steps",),
     doc="Metrics of every step, one a row.",
+    columns={
+        "is_live": "not abandoned by a later run epoch",
+        "name": "metric",
+        "value": "value",
+    },
     select="""
         SELECT run_id, run_epoch, trainer_id, step, is_live, m.name AS name, m.value AS value
         FROM (SELECT run_id, run_epoch, trainer_id, step, is_live, unnest(metrics) AS m FROM steps)
@@ -123,6 +168,19 @@ POLICY_VERSIONS = View(
     name="policy_versions",
     needs=("weights_published", "weights_staged", "weights_committed", "weights_activated", "weights_aborted"),
     doc="One row per version of a policy, and which engines acknowledged what. Without a commit it never serves.",
+    columns={
+        "state": "the furthest it came: published, staged, committed, activated; or aborted",
+        "is_published": "its bytes are in the lake",
+        "is_committed": "the decision that it serves was taken",
+        "is_aborted": "it never serves",
+        "staged_engines": "engines that hold its verified bytes",
+        "activated_engines": "engines that served it",
+        "missing_engines": "required engines that have not activated it",
+        "num_digests": "weights digests that its events name; more than 1 is an error",
+        "num_bytes": "size of its shards",
+        "published_at": "clock of the publisher; information only",
+        "committed_at": "clock of the coordinator; information only",
+    },
     select="""
         WITH moves AS (
             SELECT run_id, policy_id, policy_run_epoch, version, weights_digest, 'published' AS move,
@@ -199,6 +257,15 @@ ENGINES = View(
     name="engines",
     needs=("engine_joined", "engine_left", "weights_staged", "weights_activated"),
     doc="One row per engine: whether it serves, and the newest version that it staged and activated.",
+    columns={
+        "engine_version": "version of the engine's software",
+        "num_joins": "times that it joined",
+        "state": "joined or left",
+        "left_reason": "why it left",
+        "staged_version": "newest version that it staged",
+        "active_version": "newest version that it activated",
+        "num_activations": "versions that it activated",
+    },
     select="""
         WITH joined AS (
             SELECT
@@ -247,6 +314,10 @@ DEAD_LETTERS = View(
     name="dead_letters",
     needs=("dead_letter", "dead_letter_redriven"),
     doc="Refused records with their reason; is_redriven: a repaired one stands in its place.",
+    columns={
+        "payload_bytes": "size of the refused bytes",
+        "is_redriven": "a repaired record stands in its place",
+    },
     select="""
         WITH redriven AS (
             SELECT

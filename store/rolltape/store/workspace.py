@@ -12,13 +12,13 @@ import pyarrow as pa
 
 from rolltape.schema.columns import Column
 from rolltape.schema.cursor import Cursor
-from rolltape.schema.envelope import ENVELOPE, EXTENSIONS, TOKEN_COLUMNS
+from rolltape.schema.envelope import ENVELOPE, TOKEN_COLUMNS
 from rolltape.schema.fold_schema import SEGMENT_COLUMNS, TRAJECTORY_COLUMNS
 from rolltape.schema.kinds import KINDS, kind_named
 from rolltape.schema.render import columns_of_kind, duckdb_type
 from rolltape.store.duck import Relation, Session, literal, quoted
 from rolltape.store.projections import EVENTS, FOLDED, PROJECTIONS, VIEW_COLUMNS
-from rolltape.store.sources import EventSource
+from rolltape.store.sources import EventSource, TableSource
 
 if TYPE_CHECKING:
     from rolltape.schema.fold import Fold
@@ -170,35 +170,38 @@ def _before(as_of: Cursor | None) -> str:
 @cache
 def view_columns() -> pa.Table:
     """Every view and column that a statement may name: view, column, type, unit, doc."""
-    rows: list[tuple[str, str, str, str, str]] = []
-
-    def describe(view: str, specs: Iterable[Column]) -> None:
-        rows.extend((view, spec.name, duckdb_type(spec.type), spec.unit, spec.doc) for spec in specs)
-
-    for kind in KINDS.values():
-        describe(kind.name, (*columns_of_kind(kind)[:-1], *kind.columns))
-    describe(EVENTS, (*ENVELOPE, *TOKEN_COLUMNS))
-    documented = {"trajectories": TRAJECTORY_COLUMNS, "segments": SEGMENT_COLUMNS}
-    for name, specs in documented.items():
-        describe(name, specs)
-    known = {(view, column) for view, column, *_ in rows}
-    docs = {spec.name: spec.doc for kind in KINDS.values() for spec in kind.columns} | {
-        spec.name: spec.doc for spec in (*ENVELOPE, *TOKEN_COLUMNS, EXTENSIONS, *TRAJECTORY_COLUMNS, *SEGMENT_COLUMNS)
-    }
-    for name, types in _projection_types().items():
-        rows.extend(
-            (name, column, type_, "", docs.get(column, "")) for column, type_ in types if (name, column) not in known
-        )
+    rows = [
+        (view, column, type_, *_meanings(view).get(column, ("", "")))
+        for view in (*PROJECTIONS, EVENTS, *KINDS)
+        for column, type_ in _types(view)
+    ]
     names = ("view", "column", "type", "unit", "doc")
     return pa.table(dict(zip(names, map(list, zip(*rows, strict=True)), strict=True)))
 
 
-def _projection_types() -> dict[str, list[tuple[str, str]]]:
-    from rolltape.store.sources import TableSource
-
-    empty = Workspace(TableSource({}))
-    return {
-        name: [(column, str(type_)) for column, type_ in zip(relation.columns, relation.types, strict=True)]
-        for name in PROJECTIONS
-        for relation in [empty.relation(f"SELECT * FROM {quoted(name)}", [name])]
+@cache
+def _meanings(name: str) -> dict[str, tuple[str, str]]:
+    """Column → (unit, meaning) of a kind, a view, or a folded source."""
+    specs: dict[str, tuple[Column, ...]] = {
+        EVENTS: (*ENVELOPE, *TOKEN_COLUMNS),
+        FOLDED[0]: TRAJECTORY_COLUMNS,
+        FOLDED[1]: SEGMENT_COLUMNS,
     }
+    if name in KINDS:
+        kind = kind_named(name)
+        specs[name] = (*columns_of_kind(kind)[:-1], *kind.columns)
+    if name in specs:
+        return {spec.name: (spec.unit, spec.doc) for spec in specs[name]}
+    view = PROJECTIONS[name]
+    inherited = [_meanings(source) for source in reversed(view.needs)]
+    own = {column: ("", doc) for column, doc in view.columns.items()}
+    return {column: meaning for meanings in (*inherited, own) for column, meaning in meanings.items()}
+
+
+def _types(name: str) -> list[tuple[str, str]]:
+    if name in KINDS or name == EVENTS:
+        kind = KINDS.get(name)
+        specs = (*ENVELOPE, *TOKEN_COLUMNS) if kind is None else (*columns_of_kind(kind)[:-1], *kind.columns)
+        return [(spec.name, duckdb_type(spec.type)) for spec in specs]
+    relation = Workspace(TableSource({})).relation(f"SELECT * FROM {quoted(name)}", [name])
+    return [(column, str(type_)) for column, type_ in zip(relation.columns, relation.types, strict=True)]
