@@ -26,7 +26,7 @@ This page is rendered (`python -m rolltape.store.docs > docs/sql.md`); a test ke
 from rolltape.schema.cursor import Cursor
 from rolltape.store import Lake
 
-lake = Lake.open("lake")
+lake = Lake.create("lake")  # opens it where it exists
 result = lake.sql("SELECT status, count(*) FROM trajectories GROUP BY status")
 result.arrow(), result.polars(), result.pandas(), result.relation(), result.rows()
 lake.sql("SELECT * FROM rewards", as_of=Cursor.parse("rollout/0:1234,training/0:55"))  # what was known then
