@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -229,6 +230,17 @@ def test_what_the_committer_died_of_reaches_the_flush(lake: Lake, monkeypatch: p
         producer.flush("logged", 10)
     with pytest.raises(StoreError, match="read-only"):
         log.close()
+
+
+def test_a_read_only_place_says_so(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StoreError, match="is the lake read-only"):
+        Committer(lake, QUICK)
+    with EmbeddedLog(lake, "external") as log, pytest.raises(StoreError, match="is the lake read-only"):
+        log.producer("p")
 
 
 def test_options_and_modes_are_checked(lake: Lake) -> None:

@@ -273,13 +273,16 @@ class Archive:
         self._staged.marks[lane] = lane_seq
         return {"producer_id": self._archiver_id, "producer_epoch": ARCHIVER_EPOCH, "lane_seq": lane_seq}
 
-    def accept_loss(self, lane: Lane, through: int) -> None:
-        """Close a gap by a dead letter that accounts for ``lane_seq`` mark + 1 to ``through``, if any is missing."""
+    def accept_loss(self, lane: Lane, through: int, *, offset: int | None = None) -> None:
+        """Close a gap by a dead letter that accounts for ``lane_seq`` mark + 1 to ``through``, if any is missing.
+
+        ``offset`` is the one to stamp it with where the log numbers its records itself.
+        """
         first = self.mark(lane) + 1
         if first > through:
             return
         partition = lane.log_partition
-        offset = self._take_offset(partition, None)
+        offset = self._take_offset(partition, offset)
         letter = {
             "event_id": derived_id("dead_letter", reasons.LANE_GAP_ACCEPTED, lane.app_id, first, through),
             "run_id": UNKNOWN_RUN,
@@ -303,7 +306,10 @@ class Archive:
     # Committing.
 
     def raise_alarms(self) -> None:
-        """Stage one alarm for each gap that has none yet, on ``control/0``."""
+        """Stage one alarm for each gap that has none yet, on ``control/0``.
+
+        For logs that this archive numbers; a sink of another log sends an event of its own for each of :meth:`gaps`.
+        """
         for gap in self.gaps():
             event_id = derived_id("alarm_raised", "lane_gap", gap.lane.app_id, gap.first)
             if (gap.lane, gap.first) in self._alarmed:

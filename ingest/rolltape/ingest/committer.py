@@ -24,7 +24,7 @@ from rolltape.ingest.archive import Archive, Outcome
 from rolltape.ingest.conflicts import rows_by_id
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.locks import FileLock
-from rolltape.ingest.spool_layout import COMMITTER_LOCK, LOSSES, make_folder, producers_folder
+from rolltape.ingest.spool_layout import COMMITTER_LOCK, LOSSES, make_folder, producers_folder, spool_error
 from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
 from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError, StoreError
 from rolltape.schema.validate import Limits
@@ -97,11 +97,15 @@ class Committer:
 
         Raises:
             CommitterFencedError: another process (or handle) commits for this lake on this machine.
+            StoreError: the spool cannot be written.
         """
         self._lake = lake
         self._options = options or CommitterOptions()
-        make_folder(producers_folder(lake.spool_path))
-        lock = FileLock.acquire(lake.spool_path / COMMITTER_LOCK)
+        try:
+            make_folder(producers_folder(lake.spool_path))
+            lock = FileLock.acquire(lake.spool_path / COMMITTER_LOCK)
+        except OSError as error:
+            raise spool_error(error, lake.spool_path) from error
         if lock is None:
             raise CommitterFencedError(
                 f"expected to be the only committer of {lake.location}, got a lock held by another at "

@@ -29,7 +29,6 @@ from rolltape.store.tail import Tail
 _PROOF_POLL_S: Final = 0.002
 _TAKEOVER_POLL_S: Final = 0.25
 _REFRESH_S: Final = 0.05
-_REFRESH_BYTES: Final = 1 << 20
 
 
 class EmbeddedLog:
@@ -200,8 +199,8 @@ class EmbeddedProducer:
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Spooled bytes that the lake is not known to have; looks at the lake now and then once they are many."""
-        if self._unproven_bytes > _REFRESH_BYTES and time.monotonic() - self._refreshed > _REFRESH_S:
+        """Spooled bytes that the lake is not known to have; looks at the lake every now and then."""
+        if self._unproven_bytes and time.monotonic() - self._refreshed > _REFRESH_S:
             self._refresh()
         return self._unproven_bytes
 

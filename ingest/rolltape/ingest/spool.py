@@ -6,7 +6,6 @@ for all threads that wait for it.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from pathlib import Path
@@ -25,29 +24,15 @@ from rolltape.ingest.spool_layout import (
     producers_folder,
     segment_name,
     segments_of,
+    spool_error,
     sync_folder,
 )
 from rolltape.ingest.spool_reader import end_of_frames
 from rolltape.schema.codec import Record
-from rolltape.schema.errors import ProducerFencedError, StorageFullError, StoreError
+from rolltape.schema.errors import ProducerFencedError
 
 SEGMENT_BYTES: Final = 32 << 20
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 _sync_data = getattr(os, "fdatasync", os.fsync)
-
-
-def _spool_error(error: OSError, path: Path) -> Exception:
-    if error.errno in _FULL:
-        return StorageFullError(
-            f"expected room for a frame in {path}, got {error.strerror}: the record was not taken and may be sent "
-            "again; free space on this disk"
-        )
-    if error.errno in _READ_ONLY:
-        return StoreError(
-            f"expected a writable spool at {path}, got {error.strerror}; give this user the right to write"
-        )
-    return error
 
 
 def next_epoch(producer_folder: Path, minimum: int) -> int:
@@ -108,7 +93,7 @@ class SpoolWriter:
             self._owner = self._take_ownership()
             self._begin(minimum_epoch)
         except OSError as error:
-            raise _spool_error(error, self._producer_folder) from error
+            raise spool_error(error, self._producer_folder) from error
 
     def _take_ownership(self) -> FileLock:
         owner = FileLock.acquire(self._producer_folder / LOCK, wait_s=0.25)
@@ -166,7 +151,7 @@ class SpoolWriter:
                 self._write(fd, buffers, size)
             except OSError as error:
                 os.ftruncate(self._open_fd(), self._length)
-                raise _spool_error(error, self._path) from error
+                raise spool_error(error, self._path) from error
             self._length += size
             self._appended_bytes += size
         return size
@@ -201,7 +186,7 @@ class SpoolWriter:
             try:
                 _sync_data(fd)
             except OSError as error:
-                raise _spool_error(error, self._path) from error
+                raise spool_error(error, self._path) from error
             finally:
                 os.close(fd)
             self._synced_bytes = reached

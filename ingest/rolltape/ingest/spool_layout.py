@@ -13,15 +13,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Final
+
+from rolltape.schema.errors import StorageFullError, StoreError
 
 COMMITTER_LOCK: Final = "COMMITTER.lock"
 LOCK: Final = "LOCK"
 EPOCH: Final = "EPOCH"
 CLOSED: Final = "CLOSED"
 SEGMENT_SUFFIX: Final = ".frames"
+
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 LOSSES: Final = "losses"
 
 
@@ -72,3 +78,18 @@ def make_folder(folder: Path) -> None:
     for path in reversed([path for path in missing if not path.exists()]):
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
+
+
+def spool_error(error: OSError, path: Path) -> Exception:
+    """The error that a failed operation on the spool is to be raised as."""
+    if error.errno in _FULL:
+        return StorageFullError(
+            f"expected room for a frame in {path}, got {error.strerror}: the record was not taken and may be sent "
+            "again; free space on this disk"
+        )
+    if error.errno in _READ_ONLY:
+        return StoreError(
+            f"expected a writable spool at {path}, got {error.strerror}: is the lake read-only? Give this user the "
+            "right to write, or open a lake elsewhere"
+        )
+    return error

@@ -116,45 +116,41 @@ class EpochReader:
         """Frames that are there, up to about ``max_bytes`` (at least one)."""
         records: list[SpooledRecord] = []
         while max_bytes > 0:
-            chunk = self._chunk()
-            if chunk is None:
+            frames = self._next_frames()
+            if not frames:
                 break
-            for record in self._records_of(chunk):
-                records.append(record)
-                max_bytes -= record.num_bytes
+            records += self._taken(frames)
+            max_bytes -= frames[-1].end
         return records
 
-    def _chunk(self) -> pa.Buffer | None:
-        """Unread bytes of the current segment that hold a frame, going on to the next segment at its end."""
+    def _next_frames(self) -> list[FoundFrame]:
+        """Unread frames of the current segment, going on to the next segment at its end; none when there are none."""
         while True:
             fd = self._current_fd()
             if fd is None:
-                return None
+                return []
             # Whether a later segment exists is asked before the size: where one does, the size is final.
             sealed = self._read.segment != self._segments[-1]
             available = os.fstat(fd).st_size - self._read.offset
-            for size in (min(available, _CHUNK_BYTES), available):
+            # A frame larger than a chunk is found once everything is looked at.
+            for size in dict.fromkeys((min(available, _CHUNK_BYTES), available)):
                 if size < HEAD_BYTES:
                     break
-                data = pa.py_buffer(os.pread(fd, size, self._read.offset))
-                if _frame_at(data, 0) or _frame_after(data, 0):
-                    return data
+                frames = list(scan_frames(pa.py_buffer(os.pread(fd, size, self._read.offset))))
+                if frames:
+                    return frames
             if not sealed:
-                return None
+                return []
             following = next(number for number in self._segments if number > self._read.segment)
             self._read = Place(following, 0)
 
-    def _records_of(self, chunk: pa.Buffer) -> Iterator[SpooledRecord]:
+    def _taken(self, frames: list[FoundFrame]) -> Iterator[SpooledRecord]:
         segment, base = self._read
-        for found in scan_frames(chunk):
-            yield SpooledRecord(
-                found.frame.record,
-                Place(segment, base + found.start),
-                found.end - found.start,
-                found.frame.checksum,
-                found.frame.intact,
-            )
-            self._read = Place(segment, base + found.end)
+        for found in frames:
+            decoded = found.frame
+            place, size = Place(segment, base + found.start), found.end - found.start
+            yield SpooledRecord(decoded.record, place, size, decoded.checksum, decoded.intact)
+        self._read = Place(segment, base + frames[-1].end)
 
     def _current_fd(self) -> int | None:
         if self._read.segment < 0:
