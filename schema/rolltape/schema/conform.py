@@ -14,6 +14,7 @@ import pyarrow.types as pt
 
 from rolltape.schema.align import MAX_LIST_VALUES, Aligner, conforming, list_parts
 from rolltape.schema.errors import ValidationError
+from rolltape.schema.extensions import has_unknown
 from rolltape.schema.layout import assemble, blank_columns, layout_of
 from rolltape.schema.render import arrow_schema
 from rolltape.schema.upcast import upcast
@@ -45,7 +46,7 @@ def conform(data: Data, kind: str) -> Data:
 class Conformer:
     """Brings batches of one schema to today's schema of one kind; made once, applied to many batches."""
 
-    __slots__ = ("_layout", "_steps", "_struct")
+    __slots__ = ("_layout", "_steps", "_struct", "has_unknown")
 
     def __init__(self, source: pa.Schema, kind: str) -> None:
         """Work out the steps.
@@ -65,6 +66,7 @@ class Conformer:
         if kind in names:
             target = self._layout.schema.field(kind).type
             self._struct = (names[kind], conforming(source.types[names[kind]], target, kind))
+        self.has_unknown = has_unknown(source, kind)
 
     def __call__(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """``batch`` with today's schema of the kind."""

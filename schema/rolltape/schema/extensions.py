@@ -1,4 +1,4 @@
-"""What a newer minor schema version has and we do not know: kept beside the event, byte for byte, and counted in SQL.
+"""What a record has and today's specs do not know: kept beside the event and counted in SQL, never dropped.
 
 Each row's ``extensions`` is a one-row Arrow IPC stream. Its columns are the record's columns that hold something
 unknown: a column at the top by its name, a field of the kind's struct as ``kind.field`` (kept whole where only part of
@@ -7,11 +7,14 @@ it is unknown). Rows without any such value keep it null.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 from pyarrow import ipc
 
+from rolltape.schema.columns import Column
 from rolltape.schema.errors import CodecError
 from rolltape.schema.layout import layout_of
 
@@ -43,23 +46,30 @@ def read_extensions(value: bytes) -> pa.RecordBatch:
         ) from error
 
 
+def has_unknown(schema: pa.Schema, kind: str) -> bool:
+    """Whether data of ``schema`` holds anything that today's schema of ``kind`` does not have."""
+    own = schema.get_field_index(kind)
+    tops = [field for field in schema if field.name != kind]
+    children = schema.field(own).type.fields if own >= 0 and pt.is_struct(schema.field(own).type) else ()
+    return bool(_unknown_names(tops, layout_of(kind).top) or _unknown_names(children, layout_of(kind).children))
+
+
 def unknown_columns(batch: pa.RecordBatch, kind: str) -> dict[str, pa.Array]:
     """Columns of ``batch`` (and fields of its kind's struct) with anything that today's schema does not have."""
     layout = layout_of(kind)
-    tops = {spec.name: spec.type for spec in layout.top}
-    found = {
-        name: batch.column(at)
-        for at, name in enumerate(batch.schema.names)
-        if name != kind and (name not in tops or _has_unknown(batch.schema.field(at).type, tops[name]))
-    }
-    index = batch.schema.get_field_index(kind)
-    if index >= 0 and pt.is_struct(batch.schema.field(index).type):
-        fields = {spec.name: spec.type for spec in layout.children}
-        struct = batch.column(index)
-        for at, (field, values) in enumerate(zip(struct.type.fields, struct.flatten(), strict=True)):
-            if field.name not in fields or _has_unknown(field.type, fields[field.name]):
-                found[f"{kind}.{struct.type.field(at).name}"] = values
+    tops = [field for field in batch.schema if field.name != kind]
+    found = {name: batch.column(name) for name in _unknown_names(tops, layout.top)}
+    own = batch.schema.get_field_index(kind)
+    if own >= 0 and pt.is_struct(batch.schema.field(own).type):
+        struct = batch.column(own)
+        children = dict(zip((field.name for field in struct.type.fields), struct.flatten(), strict=True))
+        found |= {f"{kind}.{name}": children[name] for name in _unknown_names(struct.type.fields, layout.children)}
     return found
+
+
+def _unknown_names(fields: Iterable[pa.Field], specs: Iterable[Column]) -> list[str]:
+    known = {spec.name: spec.type for spec in specs}
+    return [field.name for field in fields if field.name not in known or _has_unknown(field.type, known[field.name])]
 
 
 def _has_unknown(source: pa.DataType, known: pa.DataType) -> bool:

@@ -39,7 +39,7 @@ def test_a_negative_count_is_refused() -> None:
 
 
 def test_derived_ids_depend_on_every_part_its_type_and_its_place() -> None:
-    parts = [
+    parts: list[tuple[str | int | bytes, ...]] = [
         ("file", 1),
         ("file", 2),
         ("file", "1"),

@@ -25,7 +25,7 @@ def stream_of(batch: pa.RecordBatch) -> bytes:
     sink = pa.BufferOutputStream()
     with ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
-    return sink.getvalue().to_pybytes()
+    return bytes(sink.getvalue())
 
 
 def rows(**columns: Any) -> pa.RecordBatch:
@@ -165,6 +165,12 @@ def test_a_newer_minor_is_read_and_the_unknown_kept() -> None:
 def test_a_newer_minor_without_anything_unknown_has_no_extensions() -> None:
     decoded = decode(encode(action_batch(1, schema_version="1.9")))
     assert column_of(decoded, "extensions").null_count == 1
+
+
+def test_an_unknown_column_is_kept_whatever_the_version() -> None:
+    decoded = decode(stream_of(rows(mood=[7])))
+    (value,) = column_of(decoded, "extensions").to_pylist()
+    assert read_extensions(value).to_pylist() == [{"mood": 7}]
 
 
 def test_extensions_that_cannot_be_read_are_named() -> None:

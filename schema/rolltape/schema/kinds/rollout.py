@@ -216,7 +216,7 @@ LABEL_KINDS = (
                         upper=FLOAT64,
                     )
                 ),
-                "components; source rule, orm, grm or penalty; status ok, missing, parse_error or timeout; value's bounds",
+                "components; source rule, orm, grm or penalty; status ok, missing, parse_error or timeout; bounds",
             ),
             column("scalariser_version", STRING, "version of the rule that made the scalar"),
             column("scalar", FLOAT64, "scalar reward, null unless earned"),
