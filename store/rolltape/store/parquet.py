@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -24,46 +24,87 @@ from rolltape.store.location import Location
 MAX_GROUP_ROWS: Final = 256
 MAX_GROUP_TOKENS: Final = 500_000
 MAX_SCALAR_GROUP_ROWS: Final = 4_096
-
-# A zstd context costs 20 µs a column, a dictionary two pages: too much for a column of a few short values.
 SMALL_ROWS: Final = 64
 
 STATISTICS: Final = ("kind", "run_id", "log_topic", "log_partition", "log_offset", "trajectory_id", "group_id")
 
 
-class _Encoding(NamedTuple):
-    """How the leaf columns of a kind are written; names are Parquet paths."""
+class _Leaf(NamedTuple):
+    """One leaf column of a kind: its Parquet path and how it is written."""
 
-    dictionary: list[str]
-    byte_stream_split: list[str]
-    small_compression: dict[str, str]
-    small_levels: dict[str, int]
+    path: str
+    is_bulk: bool
+    has_dictionary: bool
+    is_split: bool
 
 
-def _leaves(type_: pa.DataType, path: str, in_list: bool) -> Iterator[tuple[str, pa.DataType, bool]]:
+def _leaf(path: str, type_: pa.DataType, in_list: bool) -> _Leaf:
+    is_number = pa.types.is_integer(type_) or pa.types.is_floating(type_)
+    return _Leaf(
+        path=path,
+        is_bulk=in_list and not pa.types.is_string(type_),
+        has_dictionary=not (in_list and is_number) and not pa.types.is_boolean(type_),
+        is_split=in_list and pa.types.is_floating(type_),
+    )
+
+
+def _leaves(type_: pa.DataType, path: str, in_list: bool = False) -> Iterator[_Leaf]:
     if pa.types.is_struct(type_):
         for child in type_.fields:
             yield from _leaves(child.type, f"{path}.{child.name}", in_list)
     elif pa.types.is_list(type_):
         yield from _leaves(type_.value_type, f"{path}.list.element", True)
     else:
-        yield path, type_, in_list
+        yield _leaf(path, type_, in_list)
+
+
+def _null_fields(arrays: Sequence[pa.StructArray], path: str) -> Iterator[str]:
+    """Paths of the struct fields, at any depth, that hold nothing."""
+    for at, child in enumerate(arrays[0].type.fields):
+        children = [array.field(at) for array in arrays]
+        if all(array.null_count == len(array) for array in children):
+            yield f"{path}.{child.name}"
+        elif pa.types.is_struct(child.type):
+            yield from _null_fields(children, f"{path}.{child.name}")
+
+
+def _writer_options(kind: str, table: pa.Table) -> dict[str, Any]:
+    """How each leaf column of the table is encoded and compressed."""
+    nulls: list[str] = []
+    if kind in table.column_names and table.num_rows:
+        nulls += _null_fields(table[kind].chunks, kind)
+    split = [leaf.path for leaf in _leaves_of(kind) if leaf.is_split and _is_full(table, leaf.path)]
+    return _options(kind, tuple(nulls), tuple(split), table.num_rows < SMALL_ROWS)
 
 
 @cache
-def _encoding(kind: str) -> _Encoding:
-    encoding = _Encoding([], [], {}, {})
-    for column in arrow_schema(kind):
-        for path, type_, in_list in _leaves(column.type, column.name, False):
-            if in_list and pa.types.is_floating(type_):
-                encoding.byte_stream_split.append(path)
-            elif not (in_list and pa.types.is_integer(type_)) and not pa.types.is_boolean(type_):
-                encoding.dictionary.append(path)
-            is_bulk = in_list and not pa.types.is_string(type_)
-            encoding.small_compression[path] = "zstd" if is_bulk else "snappy"
-            if is_bulk:
-                encoding.small_levels[path] = 1
-    return encoding
+def _leaves_of(kind: str) -> tuple[_Leaf, ...]:
+    return tuple(leaf for column in arrow_schema(kind) for leaf in _leaves(column.type, column.name))
+
+
+@lru_cache(maxsize=1_024)
+def _options(kind: str, nulls: tuple[str, ...], split: tuple[str, ...], small: bool) -> dict[str, Any]:
+    """Options of a writer; columns that its table lacks do no harm.
+
+    A compression context costs 20 µs a column and row group, a dictionary two pages: too much for a column of a few
+    short values, or of none.
+    """
+    below = tuple(f"{path}." for path in nulls)
+    compression, levels, dictionary = {}, {}, []
+    for leaf in _leaves_of(kind):
+        filled = leaf.path not in nulls and not leaf.path.startswith(below)
+        codec = "none" if not filled else "snappy" if small and not leaf.is_bulk else "zstd"
+        compression[leaf.path] = codec
+        if codec == "zstd":
+            levels[leaf.path] = 1
+        if filled and leaf.has_dictionary and not small:
+            dictionary.append(leaf.path)
+    return {
+        "compression": compression,
+        "compression_level": levels,
+        "use_dictionary": dictionary or False,
+        "use_byte_stream_split": list(split),
+    }
 
 
 def token_column(kind: str) -> str | None:
@@ -114,7 +155,7 @@ def drop_null_columns(table: pa.Table) -> pa.Table:
 
 
 def _is_full(table: pa.Table, path: str) -> bool:
-    """Whether the leaf column has a value for every row and level: no nulls, no empty lists.
+    """Whether the leaf column has a value at every place: no nulls, no empty lists.
 
     parquet-java 1.12 (in Spark and in Delta Kernel) counts nulls as values of a BYTE_STREAM_SPLIT page and fails.
     """
@@ -137,18 +178,13 @@ def _is_full_array(array: pa.Array, steps: Sequence[str]) -> bool:
 def encode_file(kind: str, table: pa.Table) -> pa.Buffer:
     """The bytes of one data file that holds ``table``, all of one kind."""
     table = drop_null_columns(table)
-    encoding = _encoding(kind)
     sink = pa.BufferOutputStream()
-    small = table.num_rows < SMALL_ROWS
     with pq.ParquetWriter(
         sink,
         table.schema,
-        compression=encoding.small_compression if small else "zstd",
-        compression_level=encoding.small_levels if small else 1,
-        use_dictionary=False if small else encoding.dictionary,
-        use_byte_stream_split=[path for path in encoding.byte_stream_split if _is_full(table, path)],
         write_statistics=list(STATISTICS),
         store_schema=False,
+        **_writer_options(kind, table),
     ) as writer:
         start = 0
         for end in row_group_ends(kind, table):
