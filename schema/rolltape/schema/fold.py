@@ -80,7 +80,7 @@ def _fold_shard(keys: Keys, kinds: Mapping[str, KindRows], events: Mapping[str, 
 
 def _shards(keys: Keys, kinds: dict[str, KindRows]) -> list[tuple[Keys, dict[str, KindRows]]]:
     """Whole trajectories in parts whose lists fit 32-bit offsets; one part where all of it does."""
-    total = sum(_num_values(rows.table) for rows in kinds.values())
+    total = sum(_num_values(rows.table) for rows in kinds.values() if rows.num_rows)
     if total <= _MAX_VALUES or not keys.num_keys:
         return [(keys, kinds)]
     num_shards = min(-(-total // _MAX_VALUES) * 2, int(keys.trajectory[-1]) + 1)
@@ -106,7 +106,7 @@ def _part(keys: Keys, kinds: dict[str, KindRows], low: int, high: int) -> tuple[
 def _num_values(table: pa.Table) -> int:
     """List values of the widest column of ``table``."""
     widths = [
-        sum(int(chunk.value_lengths().sum().as_py() or 0) for chunk in column.chunks)
+        sum(chunk.offsets[-1].as_py() - chunk.offsets[0].as_py() for chunk in column.chunks if len(chunk))
         for column in table.columns
         if pa.types.is_list(column.type)
     ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -104,6 +105,7 @@ class Keys(NamedTuple):
         return len(self.attempts)
 
 
+@cache
 def empty_kind(kind: str) -> KindRows:
     """No rows of ``kind``."""
     return KindRows(kind=kind, table=arrow_schema(kind).empty_table(), rows=None, key=np.zeros(0, np.int64))
