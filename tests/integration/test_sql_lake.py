@@ -8,11 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.parquet as pq
 import pytest
 
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import SqlError, SqlRefusedError
 from rolltape.store.lake import Lake
+from rolltape.store.snapshot import DataFile
 from rolltape.store.sources import LakeSource
 from rolltape.store.verify import verify
 
@@ -172,6 +174,36 @@ def test_the_session_itself_is_locked(lake: Lake, tmp_path: pathlib.Path) -> Non
     with pytest.raises(Exception, match=r"disabled by configuration|locked|not exist"):
         relation.write_csv(str(tmp_path / "out.csv"))
     assert not (tmp_path / "out.csv").exists()
+
+
+def test_files_of_other_minor_versions_and_spellings(lake: Lake, tape: Any) -> None:
+    """A struct with a field less or more, list children called item, large lists: all read as one kind."""
+    tape.rollout("other", tokens=(7, 8))
+    table = pa.Table.from_batches(tape.batches["action_sampled"][-1:])
+    struct = table["action_sampled"].combine_chunks()
+    kept = [field for field in struct.type.fields if field.name != "text"]
+    fewer = pa.StructArray.from_arrays([struct.field(field.name) for field in kept], fields=kept)
+    more = pa.StructArray.from_arrays(
+        [*struct.flatten(), pa.array(["new"])], fields=[*struct.type.fields, pa.field("of_tomorrow", pa.string())]
+    )
+    ids = pa.array([[7, 8]], pa.large_list(pa.field("item", pa.int32())))
+    names = table.column_names
+    files = []
+    for number, changed in enumerate((fewer, more)):
+        columns = {**dict(zip(names, table.columns, strict=True)), "token_ids": ids, "action_sampled": changed}
+        place = lake.table.child(f"other{number}.parquet")
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table(columns), sink)
+        place.write_bytes(sink.getvalue())
+        files.append(DataFile(path=place.name, size_bytes=1, num_rows=1, kind="action_sampled"))
+    snapshot = lake.snapshot()
+    mixed = {**snapshot.by_kind, "action_sampled": (*snapshot.by_kind["action_sampled"], *files)}
+    lake.snapshot = lambda: dataclasses.replace(snapshot, by_kind=mixed)  # type: ignore[method-assign]
+    found = lake.sql(
+        "SELECT token_ids, text, action_kind, engine.id AS engine FROM action_sampled WHERE trajectory_id = 'other'"
+    )
+    assert found.rows() == [{"token_ids": [7, 8], "text": None, "action_kind": "execution", "engine": "e0"}] * 2
+    assert lake.sql("SELECT count(*) AS n FROM action_sampled").rows() == [{"n": 26}]
 
 
 def test_verify_a_lake_in_order(lake: Lake) -> None:

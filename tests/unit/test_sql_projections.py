@@ -209,6 +209,12 @@ def test_integer_sums_stay_integers(tape: Any) -> None:
     assert not pa.types.is_floating(wide.schema.field("s").type)
 
 
+def test_a_result_of_many_batches_is_whole(tape: Any) -> None:
+    found = sql(tape, "SELECT range AS n, [range] AS list FROM range(20_000)").arrow()
+    assert found["n"].to_pylist() == list(range(20_000))
+    assert found["list"].num_chunks > 1
+
+
 def test_results_in_every_form(tape: Any) -> None:
     tape.rollout("t", tokens=(5, 6, 7))
     found = sql(tape, "SELECT position, token_id, log_prob, nullif(position, 1) AS holed FROM tokens ORDER BY position")

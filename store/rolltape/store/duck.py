@@ -29,6 +29,9 @@ _LOCKED: Final[dict[str, str | bool | int | float | list[str]]] = {
     "temp_directory": "",
 }
 
+# Rows of one batch of a result: 32-bit list offsets then hold a quarter of a million tokens a row.
+_BATCH_ROWS: Final = 8_192
+
 
 class Session:
     """One locked in-memory database.
@@ -87,7 +90,7 @@ def to_arrow(relation: Relation) -> pa.Table:
         SqlError: the statement failed while it ran.
     """
     try:
-        table = relation.to_arrow_table()
+        table = relation.to_arrow_table(_BATCH_ROWS)
     except duckdb.Error as error:
         raise SqlError(str(error)) from error
     for position, type_ in enumerate(relation.types):

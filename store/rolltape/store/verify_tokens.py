@@ -31,7 +31,7 @@ def prefix_proof(context: Context) -> Outcome:
             count(*) FILTER (WHERE tito_ok AND prefix_source = 'engine') AS reported_by_engine,
             count(*) FILTER (WHERE tito_ok AND prefix_source = 'submitted') AS as_submitted
         FROM trajectories
-        WHERE num_action_tokens > 0
+        WHERE num_action_tokens > 0 OR tito_ok IS NOT NULL
         """
     )
     return outcome(counts.pop("num"), broken, counts)
