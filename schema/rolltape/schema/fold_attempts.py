@@ -93,73 +93,67 @@ def take_over(timeline: Timeline, keys: Keys, attempts: Attempts) -> Timeline:
     """
     if not attempts.taken:
         return timeline
-    starts = exclusive_cumsum(np.bincount(timeline.key, minlength=keys.num_keys))
-    pieces = [(np.arange(len(timeline.key)), timeline.key)]
-    gap_before, owned = timeline.gap_before.copy(), [np.ones(len(timeline.key), np.bool_)]
-    hidden = np.zeros(len(timeline.key), np.bool_)
-    for key, ranges in attempts.taken.items():
-        restarted = False
+    bounds = exclusive_cumsum(np.bincount(timeline.key, minlength=keys.num_keys))
+    takers = _takers(attempts)
+    gap_before, owned = timeline.gap_before.copy(), timeline.owned.copy()
+    shown = np.ones(len(timeline.key), np.bool_)
+    pieces: list[tuple[Ints, Ints, Bools, Bools]] = []
+    for key, ranges in attempts.taken.items():  # an attempt comes after those that it takes over
+        own = np.arange(bounds[key], bounds[key + 1])
+        taken = [own[:0]]
         for source, last_index in ranges:
-            own = timeline.event_index[starts[source] : starts[source + 1]]
-            entries = np.arange(starts[source], starts[source] + np.searchsorted(own, last_index, side="right"))
-            pieces.append((entries, np.full(len(entries), key)))
-            owned.append(_owned(timeline.event_index[entries], source, key, attempts))
-            restarted |= bool(np.any(timeline.kind[entries] == START))
-        own_entries = np.arange(starts[key], starts[key + 1])
-        hidden[own_entries] = restarted & (timeline.kind[own_entries] == START)
-        owned[0][own_entries] = _owned(timeline.event_index[own_entries], key, key, attempts)
-    for source in {range_.key for ranges in attempts.taken.values() for range_ in ranges}:
-        own_entries = np.arange(starts[source], starts[source + 1])
-        owned[0][own_entries] = _owned(timeline.event_index[own_entries], source, source, attempts)
-    return _merged(timeline, pieces, np.concatenate(owned), gap_before, hidden, attempts)
+            entries = np.arange(bounds[source], bounds[source + 1])
+            entries = entries[timeline.event_index[entries] <= last_index]
+            mine = _owned(timeline.event_index[entries], source, key, takers[source], attempts)
+            pieces.append((entries, np.full(len(entries), key), gap_before[entries], mine))
+            taken.append(entries)
+        if np.any(timeline.kind[np.concatenate(taken)] == START):
+            shown[own] = timeline.kind[own] != START  # the first context is that of the oldest attempt
+        if len(taken[-1]) <= ranges[-1].last_index:
+            _mark_seam(gap_before, own[shown[own]], timeline)
+    for source in {*takers, *attempts.taken}:
+        own = np.arange(bounds[source], bounds[source + 1])
+        owned[own] = _owned(timeline.event_index[own], source, source, takers.get(source, []), attempts)
+    own = np.flatnonzero(shown)
+    pieces.append((own, timeline.key[own], gap_before[own], owned[own]))
+    return _merged(timeline, pieces)
 
 
-def _owned(indexes: Ints, source: int, key: int, attempts: Attempts) -> Bools:
+def _takers(attempts: Attempts) -> dict[int, list[Taken]]:
+    """For each attempt those that take over some of it, with the last index that they take."""
+    takers: dict[int, list[Taken]] = {}
+    for key, ranges in attempts.taken.items():
+        for source, last_index in ranges:
+            takers.setdefault(source, []).append(Taken(key, last_index))
+    return takers
+
+
+def _owned(indexes: Ints, source: int, key: int, takers: list[Taken], attempts: Attempts) -> Bools:
     """Whether events of ``source`` at ``indexes`` belong to ``key`` rather than to another that shows them too."""
     mine = (not attempts.abandoned[key], key)
     bound = -1
-    rivals = [(source, np.iinfo(np.int64).max)]
-    rivals += [(taker, r.last_index) for taker, ranges in attempts.taken.items() for r in ranges if r.key == source]
-    for rival, last_index in rivals:
+    for rival, last_index in (Taken(source, np.iinfo(np.int64).max), *takers):
         if (not attempts.abandoned[rival], rival) > mine:
             bound = max(bound, last_index)
     return indexes > bound
 
 
-def _merged(
-    timeline: Timeline,
-    pieces: list[tuple[Ints, Ints]],
-    owned: Bools,
-    gap_before: Bools,
-    hidden: Bools,
-    attempts: Attempts,
-) -> Timeline:
-    """All entries ordered by attempt: first what it took over, oldest first, then its own."""
-    # Own entries are the first piece; a stable sort by (attempt, own last) keeps the order of the others.
-    entries = np.concatenate([entries for entries, _ in pieces])
-    key = np.concatenate([keys for _, keys in pieces])
-    is_own = np.arange(len(entries)) < len(timeline.key)
-    shown = ~(is_own & hidden[entries])
-    order = np.argsort(key * 2 + is_own, kind="stable")
-    order = order[shown[order]]
-    gaps = gap_before[entries][order]
-    merged = Timeline(
+def _mark_seam(gap_before: Bools, own: Ints, timeline: Timeline) -> None:
+    """Say that something is missing before an attempt's first event after its resumption."""
+    after = own[timeline.kind[own] != RESUME]
+    gap_before[after[:1]] = True
+
+
+def _merged(timeline: Timeline, pieces: list[tuple[Ints, Ints, Bools, Bools]]) -> Timeline:
+    """Entries of all attempts: what each took over, oldest first, then its own (the last piece)."""
+    entries, key, gap_before, owned = (np.concatenate(column) for column in zip(*pieces, strict=True))
+    order = np.argsort(key, kind="stable")
+    entries = entries[order]
+    return Timeline(
         key=key[order],
-        kind=timeline.kind[entries][order],
-        row=timeline.row[entries][order],
-        event_index=timeline.event_index[entries][order],
-        gap_before=gaps,
+        kind=timeline.kind[entries],
+        row=timeline.row[entries],
+        event_index=timeline.event_index[entries],
+        gap_before=gap_before[order],
         owned=owned[order],
     )
-    return _with_seams(merged, is_own[order], attempts)
-
-
-def _with_seams(merged: Timeline, is_own: Bools, attempts: Attempts) -> Timeline:
-    """Mark a gap where a taken-over range does not reach the index that it was taken over to."""
-    gaps = merged.gap_before
-    for key in attempts.taken:
-        low, high = np.searchsorted(merged.key, [key, key + 1])
-        own = low + np.flatnonzero(is_own[low:high])
-        if len(own) and (attempts.incomplete[key] or attempts.dropped[key]):
-            gaps[own[0]] = True
-    return merged
