@@ -57,6 +57,7 @@ class Rollouts(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """Prompt and response tokens."""
         return int(self.ends[-1] + self.prompt_ends[-1])
 
 
@@ -110,6 +111,7 @@ def make_rollouts(num_rollouts: int = NUM_ROLLOUTS, mean_tokens: int = MEAN_TOKE
     lengths = np.clip(rng.lognormal(np.log(mean_tokens) - 0.18, 0.6, num_rollouts), 8, 8_000).astype(np.int32)
     ends = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     prompt_ends = np.arange(num_rollouts + 1, dtype=np.int32) * 100
+    groups = uuid7_many(-(-num_rollouts // GROUP_SIZE))
     words, drawn = words_as_ids(), rng.choice(real_log_probs(), int(ends[-1]))
     log_probs = drawn * (1 + 0.01 * rng.random(len(drawn), np.float32))
     return Rollouts(
@@ -120,7 +122,7 @@ def make_rollouts(num_rollouts: int = NUM_ROLLOUTS, mean_tokens: int = MEAN_TOKE
         prompt_ids=np.resize(words[::-1], int(prompt_ends[-1])),
         rewards=rng.random(num_rollouts),
         trajectory_ids=sorted(uuid7_many(num_rollouts)),
-        group_ids=[name for name in uuid7_many(num_rollouts // GROUP_SIZE or 1) for _ in range(GROUP_SIZE)][:num_rollouts],
+        group_ids=[groups[i // GROUP_SIZE] for i in range(num_rollouts)],
     )
 
 
@@ -355,7 +357,7 @@ def bench_read(folder: pathlib.Path) -> None:
     tokens = int(rollouts.ends[-1])
 
     def cold() -> None:
-        parquet._FOOTERS.__init__()
+        parquet.forget_footers()
         table = Lake.open(lake.location).read("action_sampled", trajectory_ids=wanted)
         assert table.num_rows == len(wanted)
 

@@ -7,6 +7,7 @@ of it or none.
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import hashlib
 import os
@@ -14,7 +15,7 @@ import pathlib
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -94,7 +95,8 @@ class Lake:
             table.make_folder()
             with store_errors(place):
                 create_table(table, delta_schema_json(), _CONFIGURATION)
-        _mark_as_lake(log)
+        if _mark_as_lake(log):
+            log.sync()
         return cls.open(place)
 
     @classmethod
@@ -277,15 +279,15 @@ class Lake:
 
     def write_files(self, tables: Mapping[str, pa.Table]) -> tuple[NewFile, ...]:
         """Write one data file a kind, durable but not yet part of the table."""
-        jobs = [(kind, table) for kind, table in tables.items()]
-        if len(jobs) == 1:
-            files = [self._write_file(*jobs[0])]
-        else:
-            futures = [_WRITERS.submit(self._write_file, *job) for job in jobs]
-            files = [future.result() for future in futures]
-        if files:
+        futures = [_start(self._write_file, kind, table) for kind, table in tables.items()]
+        concurrent.futures.wait(futures)
+        if any(future.exception() for future in futures):
+            for future in futures:
+                if not future.exception():
+                    self.table.child(future.result().file.path).delete()
+        if futures:
             self.table.sync()
-        return tuple(files)
+        return tuple(future.result() for future in futures)
 
     def _write_file(self, kind: str, table: pa.Table) -> NewFile:
         data = parquet.encode_file(kind, table)
@@ -347,16 +349,27 @@ class Lake:
         missing = missing_fields(self._snapshot.schema_json)
         if missing:
             grow_schema(self.table, delta_schema_json())
-            self.table.child("_delta_log").sync()
+            self.log.sync()
             self.snapshot()
 
 
-def _mark_as_lake(log: TransactionLog) -> None:
+def _start(write: Callable[[str, pa.Table], NewFile], kind: str, table: pa.Table) -> Future[NewFile]:
+    """Write beside the others; here and now where the interpreter shuts down and takes no new work."""
+    try:
+        return _WRITERS.submit(write, kind, table)
+    except RuntimeError:
+        done: Future[NewFile] = Future()
+        done.set_result(write(kind, table))
+        return done
+
+
+def _mark_as_lake(log: TransactionLog) -> bool:
     """Give a table that was just created the property that makes it a lake; a creation that died is completed."""
     snapshot = log.load()
-    if FORMAT_PROPERTY not in snapshot.configuration and snapshot.version == 0 and not snapshot.files:
-        set_properties(log.table, {FORMAT_PROPERTY: FORMAT})
-        log.folder.sync()
+    if FORMAT_PROPERTY in snapshot.configuration or snapshot.version > 0 or snapshot.files:
+        return False
+    set_properties(log.table, {FORMAT_PROPERTY: FORMAT})
+    return True
 
 
 def _check_format(snapshot: Snapshot, place: Location) -> None:

@@ -25,6 +25,7 @@ from rolltape.schema.errors import StorageFullError, StoreError
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP})
 
 _S3_OPTIONS: Final = {
     "AWS_ACCESS_KEY_ID": "access_key",
@@ -207,6 +208,13 @@ class Location:
                 os.link(temporary, self.path)
             except FileExistsError:
                 return False
+            except OSError as error:
+                if error.errno in _NO_LINKS:
+                    raise StoreError(
+                        f"expected a file system with hard links at {self} ({error.strerror}): a commit is one; "
+                        "keep the lake on a local disk, NFS, or in an object store"
+                    ) from error
+                raise
             finally:
                 os.unlink(temporary)
             _sync_folder(os.path.dirname(self.path))
@@ -246,7 +254,7 @@ class Location:
                 _sync_folder(os.path.dirname(path))
 
     def sync(self) -> None:
-        """Make the names in this folder durable; object stores always are."""
+        """Make this file's bytes, or the names in this folder, durable; in object stores they are."""
         if self.is_local:
             with store_errors(self):
                 _sync_folder(self.path)

@@ -1,8 +1,9 @@
 """Data files: one kind each, as Parquet.
 
-Token ids are PLAIN, log-probs and other float lists BYTE_STREAM_SPLIT (PLAIN where some are null), all of it zstd level
-1: every bit pattern comes back (−0.0, NaN payloads, denormals, infinities). Top-level columns that are wholly null are left out; readers put them
-back. Row groups stay small, so that one trajectory is found without reading its neighbours.
+Token ids are PLAIN, log-probs and other float lists BYTE_STREAM_SPLIT (PLAIN where some are null), all of it zstd
+level 1: every bit pattern comes back (−0.0, NaN payloads, denormals, infinities). Top-level columns that are wholly
+null are left out; readers put them back. Row groups stay small, so that one trajectory is found without reading its
+neighbours.
 """
 
 from __future__ import annotations
@@ -202,12 +203,19 @@ class _Footers:
         self._lock = threading.Lock()
 
     def get(self, url: str) -> pq.FileMetaData | None:
+        """The footer, if it is known."""
         with self._lock:
             if url in self._kept:
                 self._kept.move_to_end(url)
             return self._kept.get(url)
 
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._kept.clear()
+
     def put(self, url: str, footer: pq.FileMetaData) -> None:
+        """Keep a footer, and forget the one that was not used for longest."""
         with self._lock:
             self._kept[url] = footer
             if len(self._kept) > self._capacity:
@@ -215,6 +223,11 @@ class _Footers:
 
 
 _FOOTERS: Final = _Footers()
+
+
+def forget_footers() -> None:
+    """Forget what was read of data files, as a new process would not know it."""
+    _FOOTERS.clear()
 
 
 def open_file(location: Location) -> pq.ParquetFile:

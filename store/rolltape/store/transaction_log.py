@@ -199,6 +199,13 @@ class TransactionLog:
         """Whether there is a table."""
         return any(info.path.endswith((".json", ".parquet")) for info in self.folder.list())
 
+    def sync(self) -> None:
+        """Make every version durable that another writer than this one wrote: delta-rs syncs nothing."""
+        for info in self.folder.list():
+            self.folder.child(info.path).sync()
+        self.folder.sync()
+        self.table.sync()
+
     def read_commit(self, version: int) -> LogCommit | None:
         """One version, or None where its file does not exist (not yet, or not any more)."""
         data = self.read_bytes(version)

@@ -70,6 +70,13 @@ def test_full_disk_loses_nothing_and_recovers(lake: Lake, feed: Any) -> None:
     assert lake.read("reward_assigned").num_rows == 8
 
 
+def test_file_that_fits_beside_one_that_does_not_is_removed(lake: Lake, feed: Any) -> None:
+    tables, transactions = feed.commit(num_rollouts=4, num_tokens=50_000)
+    with file_size_limit(100_000), pytest.raises(StorageFullError):
+        lake.append(tables, transactions)
+    assert lake.table.list() == []
+
+
 def test_disk_that_fills_at_the_log_keeps_the_table(lake: Lake, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tables, transactions = feed.commit()
     try_commit = TransactionLog.try_commit

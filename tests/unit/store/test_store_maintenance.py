@@ -108,7 +108,7 @@ def test_file_of_a_newer_version_is_left_alone(filled: Lake, tmp_path: pathlib.P
     path.unlink()
     pq.write_table(table.set_column(table.column_names.index("reward_assigned"), "reward_assigned", newer), path)
     fresh = Lake.open(filled.location)
-    parquet._FOOTERS._kept.clear()
+    parquet.forget_footers()
     assert {f.kind for f in compact(fresh).removed} == {"action_sampled"}
     assert fresh.read("reward_assigned").num_rows == 18
 
