@@ -229,7 +229,7 @@ def _trained(tape: Any, **config: Any) -> tuple[Any, torch.nn.Module, dict[str, 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = TrainerConfig(**config)
     outcome = train_step(
-        model, make_optimizer(model, trainer), pack_members(folded, plan.members), trainer, temperature=1.0
+        model, make_optimizer(model, trainer), pack_members(folded, plan.members), trainer, step=1, temperature=1.0
     )
     return outcome, model, before
 

@@ -70,3 +70,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     file.parent.joinpath("state.json").unlink()
     with pytest.raises(ReplayError, match="gone"):
         load_checkpoint(place, "c/1", saved.digest, model, optimizer)
+
+
+def test_learning_rate_is_a_function_of_the_step() -> None:
+    config = TrainerConfig(lr=2e-3, warmup_steps=10, decay_steps=100, final_lr_fraction=0.1)
+    assert config.lr_at(5) == pytest.approx(1e-3 * (0.1 + 0.9 * 0.95))
+    assert config.lr_at(10) == pytest.approx(2e-3 * (0.1 + 0.9 * 0.9))
+    assert config.lr_at(100) == config.lr_at(500) == pytest.approx(2e-4)
+    assert TrainerConfig(lr=1e-3).lr_at(1) == 1e-3

@@ -18,6 +18,7 @@ from rolltape.schema.errors import UntrainableError
 from rolltape.schema.fold import Fold
 from rolltape.trainers.groups import PadRule, complete_groups
 from rolltape.trainers.members import Dropped, Member, dense_groups
+from rolltape.trainers.staleness import version_refusal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +63,14 @@ def refusal(row: dict[str, Any], rules: VersionRules) -> str | None:
     low, high = row["min_version"], row["max_version"]
     if low is None or high is None:
         return None if row["num_action_tokens"] == 0 else reasons.UNKNOWN_VERSION
-    return _version_refusal(low, high, rules)
-
-
-def _version_refusal(low: int, high: int, rules: VersionRules) -> str | None:
-    if high > rules.newest:
-        return reasons.FUTURE_VERSION
-    if any(version in rules.aborted for version in range(low, high + 1)):
-        return reasons.ABORTED_VERSION
-    if rules.newest - low > rules.staleness_tau:
-        return reasons.STALE
-    if rules.single_version and low != high:
-        return reasons.MIXED_VERSIONS
-    if rules.single_version and high != rules.current:
-        return reasons.STALE
-    return None
+    return version_refusal(
+        low,
+        high,
+        reference=rules.newest,
+        tau=rules.staleness_tau,
+        aborted=rules.aborted,
+        required=rules.current if rules.single_version else None,
+    )
 
 
 def plan_batch(

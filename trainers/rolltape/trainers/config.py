@@ -26,11 +26,16 @@ class TrainerConfig:
 
     Attributes of note: ``icepop_beta`` keeps ratios in [1/beta, beta]; ``stop_metric`` ends the run once the moving
     average (weight ``stop_ema`` on the past) of that step metric reaches ``stop_above``; ``entropy_coef`` is c of D33.
+    The learning rate rises over ``warmup_steps`` and then falls in a line to ``final_lr_fraction`` of itself at
+    ``decay_steps`` (0: constant).
     """
 
     algorithm: Literal["grpo"] = "grpo"
     max_steps: int = 300
     lr: float = 1e-3
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    final_lr_fraction: float = 1.0
     beta1: float = 0.9
     beta2: float = 0.95
     adam_eps: float = 1e-8
@@ -67,7 +72,16 @@ class TrainerConfig:
         for name in ("max_steps", "updates_per_batch", "token_budget", "checkpoint_every", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}: expected 1 or more, got {getattr(self, name)}")
-        for name in ("weight_decay", "eps_high", "entropy_coef", "tis_low", "staleness_tau", "probe_every"):
+        for name in (
+            "weight_decay",
+            "eps_high",
+            "entropy_coef",
+            "tis_low",
+            "staleness_tau",
+            "probe_every",
+            "warmup_steps",
+            "decay_steps",
+        ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"trainer.{name}: expected 0 or more, got {getattr(self, name)}")
         for name in ("lr", "max_grad_norm", "adam_eps", "tis_high", "engine_timeout_s"):
@@ -76,9 +90,21 @@ class TrainerConfig:
         for name in ("beta1", "beta2", "eps_low", "stop_ema"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"trainer.{name}: expected 0 <= {name} < 1, got {getattr(self, name)}")
+        if not 0 < self.final_lr_fraction <= 1:
+            raise ConfigError(
+                f"trainer.final_lr_fraction: expected more than 0, at most 1, got {self.final_lr_fraction}"
+            )
         if self.aggregation == "const" and self.const_length < 1:
             raise ConfigError(
                 f"trainer.const_length: expected 1 or more with aggregation const, got {self.const_length}"
             )
         if not self.icepop_beta >= 1:
             raise ConfigError(f"trainer.icepop_beta: expected 1 or more, got {self.icepop_beta}")
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of ``step`` (from 1): a function of the step alone, so that a replay needs no scheduler state."""
+        warm = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
+        if not self.decay_steps:
+            return self.lr * warm
+        left = 1.0 - min(1.0, step / self.decay_steps)
+        return self.lr * warm * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * left)

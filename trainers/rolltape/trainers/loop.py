@@ -247,7 +247,9 @@ class Trainer:
     def _train_one(self, step: int, batch: FormedBatch) -> bool:
         """Train a formed batch and write down what came of it; whether the run ends here."""
         started = time.perf_counter()
-        outcome = train_step(self.model, self.optimizer, batch.packed, self.config, temperature=batch.temperature)
+        outcome = train_step(
+            self.model, self.optimizer, batch.packed, self.config, step=step, temperature=batch.temperature
+        )
         metrics = step_metrics(
             batch.packed,
             batch.plan,

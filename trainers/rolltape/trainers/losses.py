@@ -160,7 +160,7 @@ def clipped_policy_loss(
     """
     _check_options(eps_low, eps_high, entropy, entropy_coef)
     _check_lengths(current_logp, old_logp, gate.weights, advantage, agg_w)
-    advantage, old_logp = advantage.detach(), old_logp.detach()
+    advantage = advantage.detach()
     finite = _finite_inputs(current_logp, old_logp, advantage, rollout_logp)
     bad = torch.zeros_like(finite) if rollout_logp is None else ~trusted_log_probs(rollout_logp.detach())
     trusted = gate.trusted & finite & ~bad
@@ -192,9 +192,7 @@ def clipped_policy_loss(
 
 def _finite_inputs(current: Tensor, old: Tensor, advantage: Tensor, rollout: Tensor | None) -> Tensor:
     """``[N]`` bool: nothing that the loss would compute with is NaN or infinite, the ratio's overflow included."""
-    finite = (
-        finite_log_ratio(current.detach(), old) & torch.isfinite(raw_ratio(current, old)) & torch.isfinite(advantage)
-    )
+    finite = finite_log_ratio(current, old) & torch.isfinite(raw_ratio(current, old)) & torch.isfinite(advantage)
     return finite if rollout is None else finite & torch.isfinite(rollout)
 
 

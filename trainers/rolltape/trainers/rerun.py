@@ -109,7 +109,7 @@ def train_pinned(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, pinned: PinnedBatch, config: TrainerConfig
 ) -> StepOutcome:
     """One step on a recorded batch."""
-    return train_step(model, optimizer, pinned.packed, config, temperature=pinned.temperature)
+    return train_step(model, optimizer, pinned.packed, config, step=pinned.step, temperature=pinned.temperature)
 
 
 def compare(recorded: dict[str, Any], outcome: StepOutcome, batch_digest: str) -> tuple[str, ...]:

@@ -93,13 +93,16 @@ def train_step(
     batch: PackedBatch,
     config: TrainerConfig,
     *,
+    step: int,
     temperature: float,
 ) -> StepOutcome:
-    """Update ``model`` on ``batch``, ``config.updates_per_batch`` times.
+    """Update ``model`` on ``batch``, ``config.updates_per_batch`` times, at the learning rate of ``step``.
 
     The optimizer is not called, and ``skipped`` is true, when no action token is trusted (algorithms.md §2.5): moments
     and weight decay would move weights. Gradient digests are of the last update, before clipping.
     """
+    for group in optimizer.param_groups:
+        group["lr"] = config.lr_at(step)
     counted = ~batch.is_padding if config.stats == "valid_only" else None
     member_advantages = group_advantages(batch.rewards, batch.groups, norm=config.adv_norm, counted=counted)
     token_advantages = member_advantages[batch.row_member][batch.row_of_token()].float()
@@ -126,6 +129,7 @@ def train_step(
         gradient_digests = tensor_digests(named_gradients(model))
         skipped = not bool(tokens.trusted.any())
         if skipped:
+            loss = 0.0
             break
         grad_norm = _clip(model, config.max_grad_norm)
         optimizer.step()
