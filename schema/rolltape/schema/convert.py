@@ -59,6 +59,8 @@ def _repeated(value: Any, place: Place, num_rows: int) -> pa.Array:
         return _repeated_text(value, num_rows)
     if value is None:
         return pa.nulls(num_rows, place.shape.type)
+    if type(value) is int or type(value) is bool:
+        return _repeated_number(place, value, num_rows)
     if type(value) is dict and _is_cacheable(value):
         return _repeated_struct(place, repr(value), num_rows)
     plain: Any = value
@@ -69,6 +71,13 @@ def _repeated(value: Any, place: Place, num_rows: int) -> pa.Array:
 @lru_cache(maxsize=1024)
 def _repeated_text(text: str, num_rows: int) -> pa.Array:
     return pa.array([text], pa.string()) if num_rows == 1 else pa.repeat(pa.scalar(text, pa.string()), num_rows)
+
+
+# Typed: ``True`` and ``1`` are equal and mean different things.
+@lru_cache(maxsize=1024, typed=True)
+def _repeated_number(place: Place, value: int, num_rows: int) -> pa.Array:
+    one = _from_sequence([value], place)
+    return one if num_rows == 1 else pa.repeat(one[0], num_rows)
 
 
 def _is_cacheable(value: dict[Any, Any]) -> bool:

@@ -51,6 +51,7 @@ class Findings:
     top: list[pa.Array]
     children: list[pa.Array]
     refusals: dict[int, Refusal] = field(default_factory=dict)
+    lists: dict[str, TokenList | None] = field(default_factory=dict)
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Findings:
@@ -77,11 +78,10 @@ class Findings:
 
     def token_list(self, name: str) -> TokenList | None:
         """A list column by its flat name, or ``None`` where it is null in every row."""
-        array = self.present(name)
-        if array is None:
-            return None
-        offsets, values = list_parts(array)
-        return TokenList(name=name, offsets=offsets, values=values, valid=valid_mask(array))
+        if name not in self.lists:
+            array = self.present(name)
+            self.lists[name] = None if array is None else _token_list(name, array)
+        return self.lists[name]
 
     def refuse(self, rows: npt.NDArray[np.integer], reason: str, expected: str, came: Any) -> None:
         """Refuse ``rows``: ``expected`` says what was, ``came`` is a text, or what holds one value for each row."""
@@ -90,6 +90,11 @@ class Findings:
                 got = came if isinstance(came, str) else came[row]
                 detail = f"{self.kind} row {row}: expected {expected}, got {got}"
                 self.refusals[row] = Refusal(row=row, reason=reason, detail=detail)
+
+
+def _token_list(name: str, array: pa.ListArray) -> TokenList:
+    offsets, values = list_parts(array)
+    return TokenList(name=name, offsets=offsets, values=values, valid=valid_mask(array))
 
 
 def valid_mask(array: pa.Array) -> npt.NDArray[np.bool_]:

@@ -62,10 +62,8 @@ class Node:
     children: tuple[Node, ...]
     variants: Variants[pa.Field] = dataclasses.field(default_factory=Variants)
 
-    def prune(self, array: pa.Array) -> Part | None:
-        """``array`` without its null parts; ``None`` where it is null in every row."""
-        if array.null_count == len(array):
-            return None
+    def prune(self, array: pa.Array) -> Part:
+        """``array``, of which some row is not null, without its null parts."""
         if not self.children:
             return Part(array, self.field, _WHOLE)
         return self._prune_list(array) if self.is_list else self._prune_struct(array)
@@ -90,11 +88,21 @@ class Node:
         return Part(rebuild_list(array, offsets, struct, field_.type), field_, variant)
 
     def _kept(self, arrays: Sequence[pa.Array]) -> list[tuple[int, Part]]:
-        parts = ((at, child.prune(array)) for at, (child, array) in enumerate(zip(self.children, arrays, strict=True)))
-        return [(at, part) for at, part in parts if part is not None]
+        return _present_parts(self.children, arrays)
 
     def _is_whole(self, kept: Sequence[tuple[int, Part]]) -> bool:
         return len(kept) == len(self.children) and all(part.variant == _WHOLE for _, part in kept)
+
+
+def _present_parts(nodes: Sequence[Node], arrays: Sequence[pa.Array]) -> list[tuple[int, Part]]:
+    """Index and pruned array of each field that is not null in every row."""
+    num_rows = len(arrays[0]) if arrays else 0
+    # Most fields are null in every row: they are told by their count alone.
+    return [
+        (at, node.prune(array))
+        for at, (node, array) in enumerate(zip(nodes, arrays, strict=True))
+        if array.null_count != num_rows
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,10 +114,7 @@ class Pruner:
 
     def prune(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """``batch`` without what is null in every row, the kind's struct included where all its fields are null."""
-        parts = [
-            (at, node.prune(array)) for at, (node, array) in enumerate(zip(self.nodes, batch.columns, strict=True))
-        ]
-        kept = [(at, part) for at, part in parts if part is not None]
+        kept = _present_parts(self.nodes, batch.columns)
         if kept and kept[-1][0] == len(self.nodes) - 1 and _is_hollow(kept[-1][1]):
             kept.pop()
         _, schema = self.schemas.get(kept, lambda: pa.schema([part.field for _, part in kept]))
