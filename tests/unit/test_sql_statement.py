@@ -79,6 +79,12 @@ REFUSED = [
     "SELECT * FROM folded_trajectories",
     "SELECT * FROM raw_events",
     "SELECT * FROM memory.main.events",
+    "SELECT 1 LIMIT (SELECT count(*) FROM glob('/*'))",
+    "SELECT * FROM events ORDER BY (SELECT max(content) FROM read_text('/etc/hostname'))",
+    "SELECT count(*) OVER (ORDER BY (SELECT 1 FROM read_csv('x'))) FROM events",
+    "SELECT list_transform([1], lambda x: (SELECT count(*) FROM read_text('/etc/hostname')))",
+    "SELECT [x FOR x IN (SELECT content FROM read_text('/etc/hostname'))]",
+    "SELECT * FROM duckdb_logs_parsed('QueryLog')",
     "SELECT * FROM nothing_of_the_kind",
 ]
 
@@ -89,7 +95,19 @@ def test_refused(sql: str) -> None:
         read_statement(sql, VIEW_NAMES)
 
 
-@pytest.mark.parametrize("sql", ["SELECT 'open", "SELEC 1", "SELECT FROM WHERE"])
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT 'open",
+        "SELEC 1",
+        "SELECT FROM WHERE",
+        "SELECT 1 \0; COPY events TO 'x'",
+        "SELECT '\ud800'",
+        "SELECT " + "+".join(["1"] * 900),
+        "SELECT " + "(" * 5000 + "1" + ")" * 5000,
+    ],
+    ids=range(7),
+)
 def test_text_that_does_not_parse(sql: str) -> None:
     with pytest.raises(SqlError):
         read_statement(sql, VIEW_NAMES)

@@ -112,7 +112,10 @@ def syntax_tree(sql: str) -> list[dict[str, Any]]:
     """
     connection = _parser()
     row = connection.execute("SELECT json_serialize_sql($sql::VARCHAR)", {"sql": sql}).fetchone()
-    parsed: dict[str, Any] = json.loads(row[0]) if row else {"error": True, "error_message": "no answer"}
+    try:
+        parsed: dict[str, Any] = json.loads(row[0]) if row else {"error": True, "error_message": "no answer"}
+    except RecursionError:
+        raise SqlError("expected a statement of ordinary depth, got expressions nested by the hundred") from None
     if parsed["error"]:
         raise SqlError(f"expected one SELECT, got text that does not parse as one: {parsed['error_message']}")
     return [statement["node"] for statement in parsed["statements"]]

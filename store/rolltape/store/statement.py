@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rolltape.schema.errors import SqlRefusedError
+from rolltape.schema.errors import SqlError, SqlRefusedError
 from rolltape.store.duck import statement_kinds, syntax_tree
 
 _QUERY_NODES: Final = frozenset({"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"})
@@ -45,12 +45,23 @@ def read_statement(sql: str, views: Collection[str]) -> Statement:
         SqlError: it does not parse.
         SqlRefusedError: it is not a single SELECT, or names something else than ``views``.
     """
+    _check_text(sql)
     kinds = statement_kinds(sql)
     if kinds != ["SELECT"]:
         came = "nothing" if not kinds else " and ".join(kinds) if len(kinds) < 4 else f"{len(kinds)} statements"
         raise SqlRefusedError(f"expected a single SELECT, got {came}; a lake is queried, never changed, by SQL")
     (root,) = syntax_tree(sql)
     return _checked(sql, root, views)
+
+
+def _check_text(sql: str) -> None:
+    """Text whose characters every parser on the way reads alike."""
+    try:
+        has_nul = b"\0" in sql.encode()
+    except UnicodeEncodeError:
+        raise SqlError("expected a statement in plain text, got half of a surrogate pair in it") from None
+    if has_nul:
+        raise SqlError("expected a statement in plain text, got a NUL in it")
 
 
 def _checked(sql: str, root: dict[str, Any], views: Collection[str]) -> Statement:
