@@ -319,3 +319,52 @@ def test_columns_that_a_reader_left_out_read_as_null(tape: Tape) -> None:
     found = row(fold(events), "t")
     assert found["untrainable_reasons"] == ["no_log_probs"]
     assert found["group_id"] == "g"
+
+
+def resent(tape: Tape, **changes: Any) -> None:
+    """A second copy of the action of ``whole``, later in the log."""
+    first = tape.tables()["action_sampled"].to_pylist()[0]
+    fields = {name: [value] for name, value in first["action_sampled"].items()}
+    names = ("event_id", "trajectory_id", "attempt", "group_id", "event_index", "token_ids", "rollout_log_probs")
+    tape.add("action_sampled", **{**fields, **{name: [first[name]] for name in names}, **changes})
+
+
+def test_a_resent_event_counts_once(tape: Tape) -> None:
+    """Case D17: also where an importer stamped it again under another epoch."""
+    whole(tape, "t")
+    resent(tape, producer_epoch=2)
+    for seed in range(4):
+        folded = fold(shuffled(tape.tables(), seed))
+        assert row(folded, "t")["untrainable_reasons"] == []
+        assert row(folded, "t")["num_action_tokens"] == 3
+
+
+@pytest.mark.parametrize("stamped", [True, False])
+def test_an_id_with_other_bytes_is_a_conflict_and_the_first_copy_counts(tape: Tape, stamped: bool) -> None:
+    whole(tape, "t")
+    whole(tape, "neighbour")
+    resent(tape, rollout_log_probs=[[-0.5, -0.5, -0.25]])
+    events = tape.tables()
+    if not stamped:
+        column = events["action_sampled"].schema.get_field_index("log_offset")
+        unknown = pa.nulls(3, pa.int64())
+        events["action_sampled"] = events["action_sampled"].set_column(column, "log_offset", unknown)
+    found = [fold(shuffled(events, seed)) for seed in range(6)]
+    assert row(found[0], "t")["untrainable_reasons"] == ["event_conflict"]
+    assert row(found[0], "neighbour")["untrainable_reasons"] == []
+    if stamped:
+        assert segments(found[0], "t")[0]["rollout_log_probs"] == [-0.5, -0.5, -0.5]
+    for other in found[1:]:
+        assert other.trajectories.equals(found[0].trajectories)
+        assert other.segments.equals(found[0].segments)
+
+
+def test_a_disputed_reward_is_a_conflict_too(tape: Tape) -> None:
+    writer = AttemptWriter(tape, "t")
+    writer.start()
+    writer.act([5])
+    writer.end()
+    writer.reward(1.0, event_id="reward")
+    writer.reward(0.5, event_id="reward")
+    found = row(fold(tape.tables()), "t")
+    assert (found["reward"], found["untrainable_reasons"]) == (1.0, ["event_conflict"])

@@ -1,7 +1,7 @@
 """What the fold reads: each event once, its columns on demand, and the attempt that it belongs to.
 
-Duplicates of one event id are removed here. The copy that the log stamped first counts; where the copies differ
-(a conflict, that verification reports) the same rule decides, so the result does not depend on the order of arrival.
+Duplicates of one event id are removed here. The copy that the log stamped first counts, so the result does not depend
+on the order of arrival; where copies differ, the event is disputed and its attempt is not trained.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ KEYED_KINDS: Final = (
     "dead_letter",
 )
 
+_STAMPS: Final = (*STAMPED_BY_LOG, "producer_id", "producer_epoch", "lane_seq", "recorded_at", "schema_version")
 _NO_OFFSET: Final = np.iinfo(np.int64).max
 
 
@@ -45,13 +46,14 @@ class KindRows:
     """Rows of one kind that count, each with the number of the attempt (``key``) that it belongs to.
 
     ``rows`` are ascending rows of ``table``; None stands for all of them. Columns come aligned with ``key`` and are
-    materialised only when asked for.
+    materialised only when asked for. ``disputed`` says that the event's id came with other content too.
     """
 
     kind: str
     table: pa.Table
     rows: Ints | None
     key: Ints
+    disputed: Bools
     _columns: dict[str, pa.Array] = field(default_factory=dict, repr=False)
 
     @property
@@ -81,11 +83,20 @@ class KindRows:
     def only(self, chosen: Bools) -> KindRows:
         """The rows for which ``chosen`` is true."""
         rows = np.flatnonzero(chosen) if self.rows is None else self.rows[chosen]
-        return KindRows(kind=self.kind, table=self.table, rows=rows, key=self.key[chosen])
+        return KindRows(
+            kind=self.kind, table=self.table, rows=rows, key=self.key[chosen], disputed=self.disputed[chosen]
+        )
 
     def with_key(self, key: Ints) -> KindRows:
         """The same rows under other attempt numbers."""
-        return KindRows(kind=self.kind, table=self.table, rows=self.rows, key=key, _columns=self._columns)
+        return KindRows(
+            kind=self.kind,
+            table=self.table,
+            rows=self.rows,
+            key=key,
+            disputed=self.disputed,
+            _columns=self._columns,
+        )
 
 
 class Keys(NamedTuple):
@@ -108,7 +119,8 @@ class Keys(NamedTuple):
 @cache
 def empty_kind(kind: str) -> KindRows:
     """No rows of ``kind``."""
-    return KindRows(kind=kind, table=arrow_schema(kind).empty_table(), rows=None, key=np.zeros(0, np.int64))
+    none, nothing = np.zeros(0, np.int64), np.zeros(0, np.bool_)
+    return KindRows(kind=kind, table=arrow_schema(kind).empty_table(), rows=None, key=none, disputed=nothing)
 
 
 def read_inputs(events: Mapping[str, pa.Table]) -> tuple[Keys, dict[str, KindRows]]:
@@ -167,35 +179,46 @@ def _distinct(kind: str, table: pa.Table) -> KindRows:
     counts = valid_of(single(_column(table, kind, "trajectory_id")))
     ids = single(_column(table, kind, "event_id"))
     encoded = ids.dictionary_encode()
+    disputed = np.zeros(table.num_rows, np.bool_)
     if len(encoded.dictionary) + ids.null_count < len(ids):
-        counts &= _first_copies(table, kind, ints_of(encoded.indices))
+        kept, disputed = _first_copies(table, kind, ints_of(encoded.indices))
+        counts &= kept
     rows = None if counts.all() else np.flatnonzero(counts)
     num_rows = table.num_rows if rows is None else len(rows)
-    return KindRows(kind=kind, table=table, rows=rows, key=np.zeros(num_rows, np.int64))
+    disputed = disputed if rows is None else disputed[rows]
+    return KindRows(kind=kind, table=table, rows=rows, key=np.zeros(num_rows, np.int64), disputed=disputed)
 
 
-def _first_copies(table: pa.Table, kind: str, codes: Ints) -> Bools:
-    """For each event id the copy with the smallest log position; of copies without one, with the smallest digest.
+def _first_copies(table: pa.Table, kind: str, codes: Ints) -> tuple[Bools, Bools]:
+    """Of each event id the copy with the smallest log position; of copies without one, with the smallest digest.
 
-    A position names one record for good, and within it the lane sequence one row: copies that agree on them are equal.
+    Returns the rows to keep, and the rows whose id came with other content too. A position names one record for good,
+    and within it the lane sequence one row: copies that agree on them are equal, and need no second look.
     """
     repeated = np.flatnonzero((np.bincount(codes[codes >= 0])[codes] > 1) & (codes >= 0))
-    names = ("log_offset", "log_partition", "lane_seq")
-    offsets, partitions, lane = (ints_of(single(_column(table, kind, n)), null=_NO_OFFSET)[repeated] for n in names)
+    code = codes[repeated]
+    names = ("lane_seq", "log_partition", "log_offset")
+    lane, partition, offset = (ints_of(single(_column(table, kind, n)), null=_NO_OFFSET)[repeated] for n in names)
+    order = np.lexsort((lane, partition, offset, code))
+    same = [np.diff(column[order]) == 0 for column in (lane, partition, offset, code)]
+    apart = same[3] & ~(same[0] & same[1] & same[2] & (offset[order][1:] != _NO_OFFSET))
+    doubtful = np.flatnonzero(np.isin(code, code[order][1:][apart]))
     digests = np.zeros(len(repeated), "U64")
-    unstamped = np.flatnonzero(offsets == _NO_OFFSET)
-    if len(unstamped):
-        digests[unstamped] = _content_digests(table.take(pa.array(repeated[unstamped])))
-    ordered = repeated[np.lexsort((digests, lane, partitions, offsets, codes[repeated]))]
-    kept = np.ones(table.num_rows, np.bool_)
+    if len(doubtful):
+        digests[doubtful] = _content_digests(table.take(pa.array(repeated[doubtful])))
+    order = np.lexsort((digests, lane, partition, offset, code))
+    kept, disputed = np.ones(table.num_rows, np.bool_), np.zeros(table.num_rows, np.bool_)
     kept[repeated] = False
-    kept[ordered[np.diff(codes[ordered], prepend=-1) != 0]] = True
-    return kept
+    kept[repeated[order[np.diff(code[order], prepend=-1) != 0]]] = True
+    by_digest = np.lexsort((digests, code))
+    differing = (np.diff(code[by_digest]) == 0) & (digests[by_digest][1:] != digests[by_digest][:-1])
+    disputed[repeated[np.isin(code, code[by_digest][1:][differing])]] = True
+    return kept, disputed
 
 
 def _content_digests(table: pa.Table) -> list[str]:
-    """SHA-256 of each row without what the log stamps. Only for copies that have no position in the log yet."""
-    stamps = [name for name in STAMPED_BY_LOG if name in table.column_names]
+    """SHA-256 of what each row says, without the stamps of the log and of the recorder that sent it."""
+    stamps = [name for name in _STAMPS if name in table.column_names]
     rows = table.drop_columns(stamps).to_pylist()
     return [hashlib.sha256(repr(row).encode()).hexdigest() for row in rows]
 

@@ -72,8 +72,8 @@ class Coverage:
 def order_events(kinds: Mapping[str, KindRows], num_keys: int) -> tuple[Timeline, Bools]:
     """All rollout-plane events in order, one for each (attempt, event index), and which attempts have a conflict.
 
-    Two events that claim one index are a conflict; the one with the smaller event id counts, so that the result is a
-    function of the set.
+    Two events that claim one index are a conflict, as is one id with two contents, or an event without an index. Of two
+    at one index the one with the smaller event id counts, so that the result is a function of the set.
     """
     parts = [kinds[name] for name in TIMELINE_KINDS]
     key = np.concatenate([part.key for part in parts])
@@ -81,6 +81,8 @@ def order_events(kinds: Mapping[str, KindRows], num_keys: int) -> tuple[Timeline
     row = np.concatenate([np.arange(part.num_rows) for part in parts])
     index = np.concatenate([ints_of(part.column("event_index")) for part in parts])
     conflict = np.zeros(num_keys, np.bool_)
+    for rows in kinds.values():
+        conflict[rows.key[rows.disputed]] = True
     if len(index) and index.min() < 0:
         placed = index >= 0
         conflict[key[~placed]] = True

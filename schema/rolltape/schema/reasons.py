@@ -92,7 +92,7 @@ UNTRAINABLE_REASONS: Final = MappingProxyType(
         PREFIX_MISMATCH: "the engine's context is not what the tape says it was",
         PREFIX_UNKNOWN: "the engine's context is not recorded",
         CHECKSUM_MISMATCH: "token counts differ from the check sum of its end",
-        EVENT_CONFLICT: "two events claim one place of the attempt, or an event has none",
+        EVENT_CONFLICT: "two events claim one place of the attempt, an event has none, or one id has two contents",
         MASK_UNRESOLVED: "a mask names an action that the attempt does not have",
         REWARD_CONFLICT: "two rewards for one target, neither superseded",
         REWARD_MISSING: "nobody rewarded it, or the reward is missing",
