@@ -510,6 +510,27 @@ def test_conservation(tape: Any) -> None:
     assert (finding.trajectory_id, "2 × trained" in finding.message) == ("a", True)
 
 
+def test_conservation_at_a_recorded_cursor(tape: Any) -> None:
+    """The batch was formed before its member was on the tape; at the end nothing of that shows."""
+    tape.rollout("a")
+    early: dict[str, Any] = {"cursor_after": [[{"topic": "rollout", "partition": 0, "offset": 0}]]}
+    late: dict[str, Any] = {
+        "cursor_after": [[{"topic": t, "partition": 0, "offset": 99} for t in ("rollout", "training")]]
+    }
+    broken: dict[str, Any] = {
+        "cursor_after": [
+            [{"topic": "rollout", "partition": 0, "offset": 0}, {"topic": "training", "partition": 0, "offset": 2}]
+        ]
+    }
+    pin(tape, ["a"], **late)
+    assert check(tape, "conservation").counts["recorded_cursors"] == 1
+    pin(tape, [], batch_id="b2", step=2, **early)
+    assert check(tape, "conservation").ok
+    pin(tape, [], batch_id="b3", step=3, **broken)
+    (finding,) = check(tape, "conservation").findings
+    assert "at rollout/0:0,training/0:2: expected one fate of 0 begun, got 1 × trained" in finding.message
+
+
 # Incrementally
 
 

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from rolltape.schema.cursor import Cursor
 from rolltape.schema.kinds import KINDS
 from rolltape.store.duck import literal
 from rolltape.store.snapshot import LANE_TRANSACTION, LOG_TRANSACTION
 from rolltape.store.verify_context import Check, Context, Outcome, at_trajectory, outcome
+from rolltape.store.workspace import Workspace
 
 _LANE: Final = "producer_id, producer_epoch, log_topic, log_partition"
+
+_MAX_CURSORS: Final = 4
+
+_UNBALANCED: Final = """
+    SELECT trajectory_id, attempt, run_id, trainer_id, dispatched + undispatched AS begun, trained, dropped,
+        evaluated, superseded, in_flight, drop_reason
+    FROM attempt_fates
+    WHERE balance <> 0
+    ORDER BY ALL
+"""
 
 # The lane numbers that are accounted for: by rows, and by dead letters for rows that could not become any.
 _COVERED: Final = f"""
@@ -173,32 +185,44 @@ def placement(context: Context) -> Outcome:
 
 
 def conservation(context: Context) -> Outcome:
-    """Each attempt of the live line has exactly one fate under each trainer."""
-    rows = context.rows(
-        """
-        SELECT trajectory_id, attempt, run_id, trainer_id, dispatched + undispatched AS begun, trained, dropped,
-            evaluated, superseded, in_flight, drop_reason
-        FROM attempt_fates
-        WHERE balance <> 0
-        ORDER BY ALL
-        """
-    )
-    names = ("trained", "dropped", "evaluated", "superseded", "in_flight")
-    broken = [
-        at_trajectory(
-            row,
-            f"trajectory {row['trajectory_id']} attempt {row['attempt']} under trainer {row['trainer_id']}: "
-            "expected one "
-            f"fate of {row['begun']} begun, got " + ", ".join(f"{row[name]} × {name}" for name in names if row[name]),
-        )
-        for row in rows
-    ]
+    """Each attempt of the live line has exactly one fate under each trainer: at the end, and at recorded cursors.
+
+    Of the cursors that trainers recorded, a few are looked at, evenly spread; :func:`rolltape.store.sql.run_sql` with
+    ``as_of`` answers for any other.
+    """
+    broken = _unbalanced(context.rows(_UNBALANCED), "the end")
+    cursors = _recorded_cursors(context)
+    for cursor in cursors:
+        rows = Workspace(context.source, as_of=cursor).table(_UNBALANCED, ["attempt_fates"]).to_pylist()
+        broken += _unbalanced(rows, str(cursor))
     counts = context.one(
         "SELECT sum(dispatched)::BIGINT AS dispatched, sum(undispatched)::BIGINT AS undispatched, "
         "sum(trained)::BIGINT AS trained, sum(dropped)::BIGINT AS dropped, sum(evaluated)::BIGINT AS evaluated, "
         "sum(superseded)::BIGINT AS superseded, sum(in_flight)::BIGINT AS in_flight FROM conservation"
     )
-    return outcome(int(counts["dispatched"] + counts["undispatched"]), broken, counts)
+    num = int(counts["dispatched"] + counts["undispatched"])
+    return outcome(num, broken, counts | {"recorded_cursors": len(cursors)})
+
+
+def _recorded_cursors(context: Context) -> list[Cursor]:
+    rows = context.rows(
+        f"SELECT cursor_after FROM batch_formed WHERE len(cursor_after) > 0 AND {context.new()} ORDER BY log_offset"
+    )
+    places = {round(place * (len(rows) - 1) / max(_MAX_CURSORS - 1, 1)) for place in range(_MAX_CURSORS)}
+    return [Cursor.from_rows(row["cursor_after"]) for place, row in enumerate(rows) if place in places]
+
+
+def _unbalanced(rows: list[dict[str, Any]], when: str) -> list[dict[str, Any]]:
+    names = ("trained", "dropped", "evaluated", "superseded", "in_flight")
+    return [
+        at_trajectory(
+            row,
+            f"trajectory {row['trajectory_id']} attempt {row['attempt']} under trainer {row['trainer_id']}, at {when}: "
+            f"expected one fate of {row['begun']} begun, got "
+            + (", ".join(f"{row[name]} × {name}" for name in names if row[name]) or "none"),
+        )
+        for row in rows
+    ]
 
 
 LOG_CHECKS: Final = (
