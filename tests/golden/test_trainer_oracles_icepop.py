@@ -175,7 +175,10 @@ def test_metrics_of_the_example() -> None:
         eps_low=0.2,
         eps_high=0.28,
         beta=2.0,
+        tis=(0.4, 3.0),
     )
+    assert metrics["tis_clip_frac_low"] == pytest.approx(1 / 6)
+    assert metrics["tis_clip_frac_high"] == pytest.approx(1 / 6)
     assert metrics["action_tokens"] == 6
     assert metrics["trusted_tokens"] == 4
     assert metrics["trusted_frac"] == pytest.approx(4 / 6)

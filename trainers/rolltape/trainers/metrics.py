@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rolltape.trainers.gates import icepop_gate
+from rolltape.trainers.gates import icepop_gate, tis_gate
 from rolltape.trainers.safe_math import DIAGNOSTIC_CLAMP, finite_log_ratio, raw_ratio
 
 Array = npt.NDArray[np.float64]
@@ -59,6 +59,7 @@ def policy_metrics(
     eps_low: float,
     eps_high: float,
     beta: float,
+    tis: tuple[float, float] | None = None,
 ) -> dict[str, float]:
     """Metrics of one batch's action tokens by name; one that is undefined (no token, no finite pair) is left out.
 
@@ -74,6 +75,7 @@ def policy_metrics(
         eps_high: and high end.
         beta: reject shares and the share of far tokens are counted against ``[1/beta, beta]``, whatever correction
             the loss used.
+        tis: ends of the clamp, if the loss used one: its shares are counted per side.
 
     Names: ``mismatch_*`` compare old with rollout (two engines, one version), ``policy_*`` current with old;
     ``kl_rollout_train_*`` is KL(rollout || old) and ``kl_old_current_*`` is KL(old || current).
@@ -90,19 +92,25 @@ def policy_metrics(
     if entropy is not None:
         metrics |= _moments("entropy", _finite(entropy), ("mean",))
     metrics |= _moments("token_advantage", _finite(advantage), ("mean", "std", "max"))
-    metrics |= _gate_metrics(old_logp, rollout_logp, beta)
+    metrics |= _gate_metrics(old_logp, rollout_logp, beta, tis)
     metrics |= _clip_metrics(current_logp, old_logp, advantage, trusted, eps_low, eps_high)
     metrics |= _log_ratio_metrics("mismatch", "kl_rollout_train", old_logp - rollout_logp, sampled_by_reference=True)
     metrics |= _log_ratio_metrics("policy", "kl_old_current", current_logp - old_logp, sampled_by_reference=True)
     return metrics
 
 
-def _gate_metrics(old_logp: Tensor, rollout_logp: Tensor, beta: float) -> dict[str, float]:
-    gate = icepop_gate(raw_ratio(old_logp, rollout_logp), beta)
-    return {
-        "gate_reject_frac_low": float(gate.low.double().mean()),
-        "gate_reject_frac_high": float(gate.high.double().mean()),
-    }
+def _gate_metrics(
+    old_logp: Tensor, rollout_logp: Tensor, beta: float, tis: tuple[float, float] | None
+) -> dict[str, float]:
+    ratio = raw_ratio(old_logp, rollout_logp)
+    gates = {"gate_reject_frac": icepop_gate(ratio, beta)}
+    if tis is not None:
+        gates["tis_clip_frac"] = tis_gate(ratio, *tis)
+    metrics = {}
+    for name, gate in gates.items():
+        metrics[f"{name}_low"] = float(gate.low.double().mean())
+        metrics[f"{name}_high"] = float(gate.high.double().mean())
+    return metrics
 
 
 def _clip_metrics(

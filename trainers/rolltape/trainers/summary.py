@@ -39,6 +39,7 @@ def step_metrics(
             eps_low=config.eps_low,
             eps_high=config.eps_high,
             beta=config.icepop_beta,
+            tis=(config.tis_low, config.tis_high) if config.correction == "tis" else None,
         )
     )
     metrics["loss"] = outcome.loss
