@@ -16,18 +16,27 @@ from rolltape.numerics.char_tokenizer import Tokenizer
 from rolltape.rollout.engine import Engine, GenerationBatch, GenerationRequest, Int32, SamplingConfig
 from rolltape.rollout.environment import Answer, Environment, Problem
 from rolltape.rollout.rewards import failed_component
+from rolltape.schema.errors import ConfigError
 from rolltape.schema.reward import RewardComponent
 
 MAX_CACHED_PROMPTS = 100_000
 
 
 class SingleTurn:
-    """Problems in, one action each out."""
+    """Problems in, one action each out.
 
-    def __init__(self, engine: Engine, environment: Environment, tokenizer: Tokenizer) -> None:
+    Args:
+        engine: samples.
+        environment: poses and judges.
+        tokenizer: the engine's.
+        max_length: most tokens of context and action together that the model takes.
+    """
+
+    def __init__(self, engine: Engine, environment: Environment, tokenizer: Tokenizer, *, max_length: int) -> None:
         self.engine = engine
         self.environment = environment
         self._tokenizer = tokenizer
+        self._max_length = max_length
         self._prompts: dict[str, tuple[Int32, str]] = {}
 
     def sampling(self, sampling: SamplingConfig) -> SamplingConfig:
@@ -46,7 +55,13 @@ class SingleTurn:
         return found
 
     def generate(self, problems: Sequence[Problem], seeds: Sequence[int], sampling: SamplingConfig) -> GenerationBatch:
-        """One action for each problem, as one batch in the order given."""
+        """One action for each problem, as one batch in the order given.
+
+        Raises:
+            ConfigError: a context leaves no room for ``max_tokens``; names the problem.
+        """
+        for problem in problems:
+            self._check_room(problem, sampling)
         requests = [
             GenerationRequest(prompt_token_ids=self.prompt(problem)[0], seed=seed)
             for problem, seed in zip(problems, seeds, strict=True)
@@ -75,6 +90,14 @@ class SingleTurn:
             return self.environment.judge(problem, answer)
         except Exception as error:  # noqa: BLE001 - whatever a verifier raises is its own failure and goes onto the tape as such
             return (failed_component(self.environment.name, self.environment.version, error),)
+
+    def _check_room(self, problem: Problem, sampling: SamplingConfig) -> None:
+        length = len(self.prompt(problem)[0])
+        if length + sampling.max_tokens > self._max_length:
+            raise ConfigError(
+                f"sampling.max_tokens: expected at most {self._max_length - length} after the {length} tokens of "
+                f"problem {problem.problem_id} (the model takes {self._max_length}), got {sampling.max_tokens}"
+            )
 
     def _render(self, problem: Problem) -> tuple[Int32, str]:
         if problem.messages:

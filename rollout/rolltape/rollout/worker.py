@@ -17,7 +17,7 @@ from typing import Any, Final
 from rolltape.ingest.log import EventLog, LogReader, open_log
 from rolltape.ingest.recorder import Recorder
 from rolltape.numerics.device import select_device, set_deterministic
-from rolltape.numerics.models import ModelSpec, build_model, build_tokenizer
+from rolltape.numerics.models import ModelSpec, build_model, build_tokenizer, model_spec
 from rolltape.rollout import attempts, tape
 from rolltape.rollout.attempts import AttemptBook, plan_step
 from rolltape.rollout.engine import SamplingConfig
@@ -252,7 +252,7 @@ def make_worker(config: WorkerConfig, log: EventLog, recorder: Recorder, root: L
     model = build_model(config.model, config.seed).to(select_device())
     hook = activation_hook(recorder, config.worker_id)
     engine = TransformersEngine(model, engine_id=config.worker_id, on_activated=hook)
-    harness = SingleTurn(engine, environment, tokenizer)
+    harness = SingleTurn(engine, environment, tokenizer, max_length=model_spec(config.model).max_length)
     return Worker(config, log, recorder, harness, WeightClient(engine, recorder, root))
 
 

@@ -36,7 +36,7 @@ def test_smollm2_samples_what_scoring_gives_again(tmp_path: Path) -> None:
     engine.activate(version)
 
     environment = Gsm8k()
-    harness = SingleTurn(engine, environment, tokenizer)
+    harness = SingleTurn(engine, environment, tokenizer, max_length=8192)
     problems = [problem for problem in environment.problems("train")[:2] for _ in range(SIZE)]
     seeds = [sampling_seed(0, 1, row // SIZE, row % SIZE) for row in range(len(problems))]
     sampling = harness.sampling(SamplingConfig(max_tokens=16))
