@@ -1,6 +1,6 @@
 """The lake: one append-only Delta table of events at one location, read and written.
 
-One commit writes one data file a kind, in parallel and synced, and then one version of the transaction log that
+One commit writes one data file a kind, in parallel, syncs them, and then adds one version of the transaction log that
 carries the files, the log's new ends and the lanes' marks together. Whatever happens in between, the table holds all
 of it or none.
 """
@@ -15,7 +15,6 @@ import pathlib
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -27,7 +26,7 @@ from rolltape.schema.errors import CommitterFencedError, LakeFormatError, StoreE
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema, delta_schema_json
 from rolltape.store import parquet
-from rolltape.store.delta import create_table, grow_schema, set_properties
+from rolltape.store.beside import beside
 from rolltape.store.evolution import missing_fields
 from rolltape.store.location import Location, store_errors
 from rolltape.store.row_filter import RowFilter
@@ -46,9 +45,6 @@ _CONFIGURATION: Final = {
     "delta.dataSkippingStatsColumns": "kind,log_topic,log_partition,log_offset,run_id,trajectory_id",
     "delta.enableExpiredLogCleanup": "false",
 }
-
-# Syncs wait for the disk, not for a processor: more of them than processors go at once.
-_WRITERS: Final = ThreadPoolExecutor(max_workers=4, thread_name_prefix="rolltape-write")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +82,8 @@ class Lake:
         Raises:
             StoreError: there is one and ``exist_ok`` is false; or the place cannot be written.
         """
+        from rolltape.store.delta import create_table
+
         place = Location.parse(location, options)
         table = place.child("events")
         log = TransactionLog(table)
@@ -278,15 +276,13 @@ class Lake:
         return self.commit(write, allowed)
 
     def write_files(self, tables: Mapping[str, pa.Table]) -> tuple[NewFile, ...]:
-        """Write one data file a kind, durable but not yet part of the table."""
-        futures = [_start(self._write_file, kind, table) for kind, table in tables.items()]
+        """Write one data file a kind; the commit makes them durable and part of the table."""
+        futures = [beside(self._write_file, kind, table) for kind, table in tables.items()]
         concurrent.futures.wait(futures)
         if any(future.exception() for future in futures):
             for future in futures:
                 if not future.exception():
                     self.table.child(future.result().file.path).delete()
-        if futures:
-            self.table.sync()
         return tuple(future.result() for future in futures)
 
     def _write_file(self, kind: str, table: pa.Table) -> NewFile:
@@ -348,19 +344,11 @@ class Lake:
         """Extend the table's schema by what this version of Rolltape adds (a newer minor version does)."""
         missing = missing_fields(self._snapshot.schema_json)
         if missing:
+            from rolltape.store.delta import grow_schema
+
             grow_schema(self.table, delta_schema_json())
             self.log.sync()
             self.snapshot()
-
-
-def _start(write: Callable[[str, pa.Table], NewFile], kind: str, table: pa.Table) -> Future[NewFile]:
-    """Write beside the others; here and now where the interpreter shuts down and takes no new work."""
-    try:
-        return _WRITERS.submit(write, kind, table)
-    except RuntimeError:
-        done: Future[NewFile] = Future()
-        done.set_result(write(kind, table))
-        return done
 
 
 def _mark_as_lake(log: TransactionLog) -> bool:
@@ -368,6 +356,8 @@ def _mark_as_lake(log: TransactionLog) -> bool:
     snapshot = log.load()
     if FORMAT_PROPERTY in snapshot.configuration or snapshot.version > 0 or snapshot.files:
         return False
+    from rolltape.store.delta import set_properties
+
     set_properties(log.table, {FORMAT_PROPERTY: FORMAT})
     return True
 

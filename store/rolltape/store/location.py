@@ -13,7 +13,7 @@ import errno
 import os
 import pathlib
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -184,18 +184,22 @@ class Location:
                 _sync_folder(os.path.dirname(self.path))
 
     def write_unique(self, data: Any) -> None:
-        """Write a file under a name that nobody else uses, durable once :meth:`sync` of its folder returned.
+        """Write a file under a name that nobody else uses; :meth:`sync` it and its folder before anything rests on it.
 
-        Cheaper than :meth:`write_bytes` by one rename and one folder sync a file: for names with a fresh UUID in them.
+        Cheaper than :meth:`write_bytes` by a rename and two syncs: for names with a fresh UUID in them.
         """
         if not self.is_local:
             self._put(data)
             return
         with store_errors(self):
-            _write_durably(self.path, data, durable=True)
+            _write(self.path, data, durable=False)
 
-    def write_if_absent(self, data: Any) -> bool:
+    def write_if_absent(self, data: Any, before: Callable[[], object] | None = None) -> bool:
         """Create the file with all its bytes, durably, unless the name is taken; tells whether it did.
+
+        Args:
+            data: anything with the buffer protocol.
+            before: called once the bytes are on the disk and before the name appears; an error in it stops that.
 
         Raises:
             StoreError: the place cannot promise it (object stores: commits go through delta-rs there).
@@ -205,6 +209,8 @@ class Location:
         with store_errors(self):
             temporary = self._write_temporary(data, durable=True)
             try:
+                if before is not None:
+                    before()
                 os.link(temporary, self.path)
             except FileExistsError:
                 return False
@@ -277,7 +283,7 @@ class Location:
 
     def _write_temporary(self, data: Any, durable: bool) -> str:
         temporary = self._temporary_path()
-        _write_durably(temporary, data, durable=durable)
+        _write(temporary, data, durable=durable)
         return temporary
 
 
@@ -298,7 +304,7 @@ def store_errors(location: Location) -> Iterator[None]:
         raise
 
 
-def _write_durably(path: str, data: Any, *, durable: bool) -> None:
+def _write(path: str, data: Any, *, durable: bool) -> None:
     view = memoryview(data).cast("B")
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:

@@ -23,7 +23,6 @@ import pyarrow as pa
 from rolltape.schema.errors import CommitterFencedError, StoreError
 from rolltape.schema.render import arrow_schema
 from rolltape.store import parquet
-from rolltape.store.delta import write_checkpoint
 from rolltape.store.lake import Lake
 from rolltape.store.row_filter import rows_at
 from rolltape.store.snapshot import MAINTENANCE_TRANSACTION, VACUUM_TRANSACTION, DataFile, Snapshot
@@ -75,6 +74,7 @@ class Maintenance:
 def maintain(lake: Lake, commits_since: int, policy: Policy | None = None) -> Maintenance | None:
     """One bounded round, to be called by the committer between commits, best when it is idle.
 
+    It compacts one run of files of one kind (the longest that is due) and writes a checkpoint when that is due.
     ``commits_since`` counts the commits since a call that did not return None. Bad luck against another maintainer is
     no error: it did the work.
     """
@@ -86,7 +86,7 @@ def maintain(lake: Lake, commits_since: int, policy: Policy | None = None) -> Ma
     runs = [run for files in snapshot.by_kind.values() for run in _tier_runs(files, rule)]
     if runs:
         try:
-            compaction = _replace(lake, snapshot, runs)
+            compaction = _replace(lake, snapshot, [max(runs, key=len)])
         except CommitterFencedError:
             compaction = Compaction()
     before = lake.log.checkpoint_version()
@@ -227,6 +227,8 @@ def checkpoint(lake: Lake) -> int:
     """Write a checkpoint of the newest version, durably; returns that version."""
     if lake.read_only:
         raise StoreError(f"expected a lake opened for writing, {lake.location} was opened with read_only=True")
+    from rolltape.store.delta import write_checkpoint
+
     version = write_checkpoint(lake.table)
     folder = lake.log.folder
     if lake.location.is_local:

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rolltape.schema.errors import LakeFormatError, LakeNotFoundError
+from rolltape.store.beside import beside
 from rolltape.store.location import Location
 from rolltape.store.snapshot import EMPTY, DataFile, LogCommit, Snapshot
 
@@ -269,18 +270,24 @@ class TransactionLog:
     # Writing
 
     def try_commit(self, base: Snapshot, actions: Actions) -> bool:
-        """Add the version after ``base``, durably; False where somebody else's version stands there.
+        """Make the files durable and add the version after ``base``.
 
-        A name that is taken by these very bytes counts as done: an answer that was lost is harmless.
+        False where somebody else's version stands there, or where a vacuum took a file meanwhile. A name that is taken
+        by these very bytes counts as done: an answer that was lost is harmless.
         """
-        version = base.version + 1
-        if self.table.is_local:
-            data = format_commit(actions)
-            done = self.folder.child(commit_name(version)).write_if_absent(data)
-            return done or self.read_bytes(version) == data
-        from rolltape.store.delta import commit_remotely
+        if not self.table.is_local:
+            from rolltape.store.delta import commit_remotely
 
-        return commit_remotely(self.table, base, actions)
+            return commit_remotely(self.table, base, actions)
+        version, data = base.version + 1, format_commit(actions)
+        # One wait for the disk in place of one a file: all that the version names is synced while it is written.
+        syncs = [beside(self.table.child(new.file.path).sync) for new in actions.added]
+        syncs += [beside(self.table.sync)] if syncs else []
+        try:
+            done = self.folder.child(commit_name(version)).write_if_absent(data, lambda: [s.result() for s in syncs])
+        except FileNotFoundError:
+            return False
+        return done or self.read_bytes(version) == data
 
 
 def check_protocol(protocol: Mapping[str, Any], table: Location) -> None:

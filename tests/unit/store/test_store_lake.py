@@ -127,8 +127,8 @@ def test_commit_whose_answer_was_lost_counts_as_done(lake: Lake, feed: Any, monk
     place_type = type(lake.location)
     write = place_type.write_if_absent
 
-    def loses_the_answer(self: Any, data: Any) -> bool:
-        write(self, data)
+    def loses_the_answer(self: Any, *arguments: Any) -> bool:
+        write(self, *arguments)
         return False
 
     monkeypatch.setattr(place_type, "write_if_absent", loses_the_answer)
