@@ -21,7 +21,7 @@ from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.errors import ValidationError
 from rolltape.schema.findings import Refusal
 from rolltape.schema.jsonline import to_json_line
-from rolltape.schema.layout import Layout, Place, assemble, blank_columns, layout_of
+from rolltape.schema.layout import Layout, Place, assemble, blank_columns, columns_of, layout_of
 from rolltape.schema.reasons import BAD_VALUE, BROKEN_UTF8, ID_OVERFLOW
 from rolltape.schema.stream import encode, kind_of
 
@@ -100,19 +100,14 @@ def with_columns(batch: pa.RecordBatch, columns: Mapping[str, Any]) -> pa.Record
         ValidationError: a value does not fit; stamps are made by us, so nothing is set aside here.
     """
     layout = layout_of(kind_of(batch))
-    *top, struct = batch.columns
+    top, children = (list(arrays) for arrays in columns_of(batch))
     arrays = {name: convert(value, layout.place(name), batch.num_rows) for name, value in columns.items()}
     wrong = {name: len(array) for name, array in arrays.items() if len(array) != batch.num_rows}
     if wrong:
         raise ValidationError(f"{layout.kind.name}: expected {batch.num_rows} values in every column, got {wrong}")
-    fields = {name for name in arrays if layout.places[name].in_struct}
-    for name in arrays.keys() - fields:
-        top[layout.places[name].index] = arrays[name]
-    if not fields:
-        return pa.RecordBatch.from_arrays([*top, struct], schema=layout.schema)
-    children = struct.flatten()
-    for name in fields:
-        children[layout.places[name].index] = arrays[name]
+    for name, array in arrays.items():
+        place = layout.places[name]
+        (children if place.in_struct else top)[place.index] = array
     return assemble(layout, top, children)
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.types as pt
 
 from rolltape.schema.align import MAX_LIST_VALUES, fit_array
 from rolltape.schema.errors import ValidationError
@@ -108,6 +109,9 @@ def _from_numpy(values: npt.NDArray[Any], place: Place) -> pa.Array:
 def _from_vector(values: npt.NDArray[Any], shape: Shape, where: str) -> pa.Array:
     if values.dtype.kind in shape.numpy_kinds:
         return pa.array(values, shape.type)
+    if values.dtype == np.int64 and pt.is_timestamp(shape.type):
+        buffers = [None, pa.py_buffer(np.ascontiguousarray(values))]
+        return pa.Array.from_buffers(shape.type, len(values), buffers)
     return fit_array(pa.array(values), shape.type, where)
 
 

@@ -7,11 +7,12 @@ kind, since a single event must be built in well under a millisecond.
 from __future__ import annotations
 
 import difflib
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 
@@ -108,7 +109,43 @@ def column_of(batch: pa.RecordBatch, name: str) -> pa.Array:
     return batch.column(batch.num_columns - 1).field(place.index) if place.in_struct else batch.column(place.index)
 
 
+class Columns(NamedTuple):
+    """All columns of a batch of one kind: those at the top, and the children of its struct, nulls applied."""
+
+    top: tuple[pa.Array, ...]
+    children: tuple[pa.Array, ...]
+
+
+def columns_of(batch: pa.RecordBatch) -> Columns:
+    """All columns of a batch that has a kind's own schema; asked again for the same batch, the same arrays.
+
+    Asking Arrow for 50 columns costs as much as validating them. A batch is built, validated and encoded in a row, so
+    the columns of the newest batch are remembered for as long as that batch lives.
+    """
+    remembered = _newest[0]
+    if remembered is not None and remembered[0]() is batch:
+        return remembered[1]
+    *top, struct = batch.to_struct_array().flatten()
+    return _remember(batch, Columns(tuple(top), tuple(struct.flatten())))
+
+
 def assemble(layout: Layout, top: list[pa.Array], children: list[pa.Array]) -> pa.RecordBatch:
     """A record batch of one kind from all its columns, in the order of the specs."""
     struct = pa.StructArray.from_arrays(children, fields=list(layout.child_fields))
-    return pa.RecordBatch.from_arrays([*top, struct], schema=layout.schema)
+    batch = pa.RecordBatch.from_arrays([*top, struct], schema=layout.schema)
+    _remember(batch, Columns(tuple(top), tuple(children)))
+    return batch
+
+
+_newest: list[tuple[weakref.ref[pa.RecordBatch], Columns] | None] = [None]
+
+
+def _remember(batch: pa.RecordBatch, columns: Columns) -> Columns:
+    _newest[0] = (weakref.ref(batch, _forget), columns)
+    return columns
+
+
+def _forget(reference: weakref.ref[pa.RecordBatch]) -> None:
+    remembered = _newest[0]
+    if remembered is not None and remembered[0] is reference:
+        _newest[0] = None

@@ -17,11 +17,12 @@ import pyarrow as pa
 import pyarrow.types as pt
 
 from rolltape.schema.align import list_parts, rebuild_list, rebuild_struct
-from rolltape.schema.layout import layout_of
+from rolltape.schema.layout import columns_of, layout_of
 
 _WHOLE: Final = 0
 _UNCACHED: Final = -1
 _MAX_VARIANTS: Final = 256
+_REMEMBERED_ROWS: Final = 1024
 
 Made = TypeVar("Made")
 
@@ -61,15 +62,25 @@ class Node:
     is_list: bool
     children: tuple[Node, ...]
     variants: Variants[pa.Field] = dataclasses.field(default_factory=Variants)
+    newest: list[tuple[pa.StructArray, Part]] = dataclasses.field(default_factory=list)
 
     def prune(self, array: pa.Array) -> Part:
         """``array``, of which some row is not null, without its null parts."""
         if not self.children:
             return Part(array, self.field, _WHOLE)
-        return self._prune_list(array) if self.is_list else self._prune_struct(array)
+        if self.is_list:
+            return self._prune_list(array)
+        # A configuration is one array for all batches that name it, so it is pruned once.
+        if self.newest and self.newest[0][0] is array:
+            return self.newest[0][1]
+        part = self.prune_struct(array, array.flatten())
+        if len(array) <= _REMEMBERED_ROWS:
+            self.newest[:] = [(array, part)]
+        return part
 
-    def _prune_struct(self, array: pa.StructArray) -> Part:
-        kept = self._kept(array.flatten())
+    def prune_struct(self, array: pa.StructArray, children: Sequence[pa.Array]) -> Part:
+        """A struct of ``children`` without its null parts; whole where it has no others."""
+        kept = self._kept(children)
         if not kept or self._is_whole(kept):
             return Part(array, self.field, _WHOLE)
         struct = _struct_of(array, kept)
@@ -114,9 +125,11 @@ class Pruner:
 
     def prune(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """``batch`` without what is null in every row, the kind's struct included where all its fields are null."""
-        kept = _present_parts(self.nodes, batch.columns)
-        if kept and kept[-1][0] == len(self.nodes) - 1 and _is_hollow(kept[-1][1]):
-            kept.pop()
+        *tops, own = self.nodes
+        top, children = columns_of(batch)
+        kept = _present_parts(tops, top)
+        if any(array.null_count != batch.num_rows for array in children):
+            kept.append((len(tops), own.prune_struct(batch.column(len(tops)), children)))
         _, schema = self.schemas.get(kept, lambda: pa.schema([part.field for _, part in kept]))
         return pa.RecordBatch.from_arrays([part.array for _, part in kept], schema=schema)
 
@@ -132,10 +145,6 @@ def _node(field_: pa.Field) -> Node:
     struct = field_.type.value_type if is_list else field_.type
     children = tuple(_node(child) for child in struct.fields) if pt.is_struct(struct) else ()
     return Node(field=field_, is_list=is_list, children=children)
-
-
-def _is_hollow(part: Part) -> bool:
-    return part.variant == _WHOLE and all(child.null_count == len(child) for child in part.array.flatten())
 
 
 def _struct_of(parent: pa.StructArray, kept: Sequence[tuple[int, Part]]) -> pa.StructArray:

@@ -10,15 +10,17 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.schema.errors import CodecError, ValidationError
 from rolltape.schema.kinds import Topic, kind_named
-from rolltape.schema.layout import layout_of
+from rolltape.schema.layout import columns_of, layout_of
 from rolltape.schema.stream import CODEC, encode, kind_of
+
+_FEW_ROWS: Final = 64
 
 
 class EventRange(NamedTuple):
@@ -164,12 +166,12 @@ def _event_range(trajectory_id: str, attempt: int, first: int, last: int) -> Eve
 
 
 def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    return batch.column(layout_of(kind_of(batch)).place(name).index)
+    return columns_of(batch).top[layout_of(kind_of(batch)).place(name).index]
 
 
 def _only(batch: pa.RecordBatch, name: str) -> str | int:
     column = _column(batch, name)
-    values = [column[0].as_py()] if len(column) == 1 else pc.unique(column).to_pylist()
+    values = list(set(column.to_pylist())) if len(column) <= _FEW_ROWS else pc.unique(column).to_pylist()
     if len(values) != 1 or values[0] is None:
         raise ValidationError(f"expected one {name} in all rows of a record, got {values[:5]}: stamp the batch first")
     value: str | int = values[0]

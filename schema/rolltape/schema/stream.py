@@ -1,7 +1,8 @@
 """Rows of one kind as bytes: one self-contained Arrow IPC stream (design §4).
 
-The stream is a schema message, one record batch (buffers compressed with LZ4) and the end-of-stream marker; a stream
-without that marker was cut. Columns that are null in every row are left out and come back as nulls.
+The stream is a schema message, one record batch (its buffers compressed with LZ4 where it has rows enough) and the
+end-of-stream marker; a stream without that marker was cut. Columns that are null in every row are left out and come
+back as nulls.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from rolltape.schema.kinds import kind_named
 from rolltape.schema.prune import pruner_of
 from rolltape.schema.upcast import needs_upcast, upcast
 
-CODEC: Final = "arrow-ipc-stream+lz4"
+CODEC: Final = "arrow-ipc-stream"
 """Name of the encoding, as records' headers carry it."""
 
 # One thread: handing the small buffers of a record to a pool costs several times their decompression.
-_OPTIONS: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+_COMPRESSED: Final = ipc.IpcWriteOptions(compression="lz4", use_threads=False)
+_PLAIN: Final = ipc.IpcWriteOptions(use_threads=False)
+# Of fewer rows, each buffer is too short: the record would be larger than without compression.
+_COMPRESSED_ROWS: Final = 12
 _READ_OPTIONS: Final = ipc.IpcReadOptions(use_threads=False)
 _END_OF_STREAM: Final = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
@@ -51,7 +55,8 @@ def encode(batch: pa.RecordBatch) -> pa.Buffer:
     kind = kind_of(batch)
     pruned = pruner_of(kind).prune(conform(batch, kind))
     sink = pa.BufferOutputStream()
-    with ipc.new_stream(sink, pruned.schema, options=_OPTIONS) as writer:
+    options = _COMPRESSED if batch.num_rows >= _COMPRESSED_ROWS else _PLAIN
+    with ipc.new_stream(sink, pruned.schema, options=options) as writer:
         writer.write_batch(pruned)
     return sink.getvalue()
 

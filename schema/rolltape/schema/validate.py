@@ -197,10 +197,10 @@ def _check_bounds(found: Findings, plan: _Plan) -> None:
         array = found.column(spec.name)
         if array.null_count == len(array):
             continue
-        below = (array.fill_null(spec.minimum) if array.null_count else array).to_numpy() < spec.minimum
-        if below.any():
+        values = (array.fill_null(spec.minimum) if array.null_count else array).to_numpy()
+        if values.min() < spec.minimum:
             found.refuse(
-                np.flatnonzero(below),
+                np.flatnonzero(values < spec.minimum),
                 BAD_VALUE,
                 f"{spec.name} ≥ {spec.minimum}",
                 array,

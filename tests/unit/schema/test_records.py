@@ -17,7 +17,7 @@ def test_a_record_accounts_for_itself() -> None:
     assert record.headers == Headers(
         kind="action_sampled",
         schema_version="1.1",
-        codec="arrow-ipc-stream+lz4",
+        codec="arrow-ipc-stream",
         num_rows=2,
         producer_id="p",
         producer_epoch=1,
