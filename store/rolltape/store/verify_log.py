@@ -23,13 +23,14 @@ _UNBALANCED: Final = """
     ORDER BY ALL
 """
 
-# The lane numbers that are accounted for: by rows, and by dead letters for rows that could not become any.
+# The lane numbers that are accounted for: by rows, and by the log's dead letters for rows that could not become any
+# (a recorder's own dead letter is a row of its lane itself).
 _COVERED: Final = f"""
     SELECT {_LANE}, lane_seq AS first, lane_seq AS last FROM events
     UNION ALL
     SELECT source_producer_id, source_producer_epoch, source_topic, source_partition, first_lane_seq, last_lane_seq
     FROM dead_letter
-    WHERE first_lane_seq IS NOT NULL AND source_producer_id IS NOT NULL
+    WHERE first_lane_seq IS NOT NULL AND source_topic IS NOT NULL
 """
 
 
