@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from rolltape.ingest import upkeep as upkeep_module
 from rolltape.ingest.archive import Archive, Outcome
 from rolltape.ingest.committer import Committer, CommitterOptions, LakeTarget
 from rolltape.ingest.embedded import EmbeddedLog
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.memory import MemoryTarget
 from rolltape.ingest.recorder import Recorder
+from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.build import build_batch
 from rolltape.schema.codec import Record, make_record
 from rolltape.schema.cursor import Partition
@@ -301,3 +304,38 @@ def test_reload_forgets_what_was_staged() -> None:
     assert archive.mark(Lane("p", 1, "rollout", 0)) == -1
     assert archive.commit() is None
     assert archive.offer(record(0)) is Outcome.ACCEPTED
+
+
+# Maintenance beside the commits.
+
+
+def test_upkeep_compacts_while_commits_go_on(lake: Lake, log: EmbeddedLog) -> None:
+    committer = Committer(Lake.open(lake.location), CommitterOptions(rescan_s=1e-6, linger_s=0.0))
+    upkeep = Upkeep(lake)
+    producer = log.producer("p")
+    for number in range(120):
+        producer.send(record(number))
+        upkeep.after_round(committed=committer.run_once())
+        upkeep.after_round(committed=committer.run_once())
+    upkeep.close()
+    committer.close()
+    assert sorted(indexes(lake)) == list(range(120))
+    assert len(lake.snapshot().files) < 100
+
+
+def test_upkeep_that_fails_is_put_off(
+    lake: Lake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise StorageFullError("no room")
+
+    monkeypatch.setattr(upkeep_module, "maintain", full)
+    upkeep = Upkeep(lake)
+    for _ in range(8):
+        upkeep.after_round(committed=True)
+    deadline = time.monotonic() + 10
+    while not caplog.text and time.monotonic() < deadline:
+        upkeep.after_round(committed=False)
+        time.sleep(0.001)
+    upkeep.close()
+    assert "nothing is lost: no room" in caplog.text

@@ -26,16 +26,14 @@ from rolltape.ingest.lanes import Lane
 from rolltape.ingest.locks import FileLock
 from rolltape.ingest.spool_layout import COMMITTER_LOCK, LOSSES, make_folder, producers_folder, spool_error
 from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
-from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError, StoreError
+from rolltape.ingest.upkeep import Upkeep
+from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
 
 CommitterMode = Literal["auto", "thread", "external"]
 
 _LOG: Final = logging.getLogger(__name__)
-
-_BUSY_COMMITS: Final = 32
-"""Commits after which maintenance no longer waits for a moment without work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,7 @@ class Committer:
         self._producers: dict[str, ProducerReader] = {}
         self._parked: dict[Lane, tuple[EpochReader, Place]] = {}
         self._last_rescan = 0.0
-        self._commits_since_maintenance = 0
+        self._upkeep = Upkeep(lake) if self._options.maintenance else None
         self.num_commits = 0
         self.wake = threading.Event()
 
@@ -139,7 +137,6 @@ class Committer:
             raise
         self._confirm()
         self.num_commits += committed
-        self._commits_since_maintenance += committed
         return committed
 
     def _gather(self) -> None:
@@ -231,7 +228,8 @@ class Committer:
                 continue
             now = time.monotonic()
             last_work = now if worked else last_work
-            self._maintain(idle=not worked)
+            if self._upkeep is not None:
+                self._upkeep.after_round(committed=worked)
             if worked:
                 continue
             idle = now - last_work > self._options.idle_after_s
@@ -245,22 +243,10 @@ class Committer:
         while self.run_once():
             self._last_rescan = 0.0
 
-    def _maintain(self, *, idle: bool) -> None:
-        """A bounded round of maintenance while nothing waits, or after many commits also while something does."""
-        commits = self._commits_since_maintenance
-        if not self._options.maintenance or not commits or not (idle or commits >= _BUSY_COMMITS):
-            return
-        from rolltape.store.maintenance import maintain
-
-        try:
-            if maintain(self._lake, commits) is not None:
-                self._commits_since_maintenance = 0
-        except StoreError as error:
-            self._commits_since_maintenance = 0
-            _LOG.warning("maintenance put off, nothing is lost: %s", error)
-
     def close(self) -> None:
-        """Give the lock back. Idempotent."""
+        """Wait for maintenance that runs, and give the lock back. Idempotent."""
+        if self._upkeep is not None:
+            self._upkeep.close()
         for producer in self._producers.values():
             producer.close()
         self._producers.clear()
