@@ -74,7 +74,7 @@ def changed(document: dict[str, Any], path: tuple[Any, ...], new: Any) -> dict[s
     return result
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(path=st.sampled_from(places(ROLLOUT)), new=REPLACEMENTS)
 def test_a_row_of_any_shape_is_events_or_a_named_dead_letter(path: tuple[Any, ...], new: Any) -> None:
     lines = [json.dumps(document) for document in (ROLLOUT, changed(ROLLOUT, path, new), ROLLOUT)]
