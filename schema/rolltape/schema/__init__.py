@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from rolltape.schema.build import Built, RefusedRow, build_batch, set_aside, with_columns
+    from rolltape.schema.build import Built, RefusedRow, build_batch, with_columns
     from rolltape.schema.codec import Headers, Record, conform, decode, encode, make_record
     from rolltape.schema.cursor import Cursor, Partition
     from rolltape.schema.digest import content_digests, prefix_digest
@@ -38,7 +38,6 @@ __all__ = [
     "kind_named",
     "make_record",
     "prefix_digest",
-    "set_aside",
     "table_schema",
     "uuid7",
     "with_columns",
@@ -64,7 +63,6 @@ _PLACES: Final = {
     "kind_named": "kinds",
     "make_record": "codec",
     "prefix_digest": "digest",
-    "set_aside": "build",
     "table_schema": "render",
     "uuid7": "identity",
     "with_columns": "build",

@@ -19,11 +19,10 @@ import pyarrow.types as pt
 from rolltape.schema.convert import convert, is_plain
 from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.errors import ValidationError
-from rolltape.schema.findings import Refusal
 from rolltape.schema.jsonline import to_json_line
 from rolltape.schema.layout import Layout, Place, assemble, blank_columns, columns_of, layout_of
 from rolltape.schema.reasons import BAD_VALUE, BROKEN_UTF8, ID_OVERFLOW
-from rolltape.schema.stream import encode, kind_of
+from rolltape.schema.stream import kind_of
 
 PayloadFormat = Literal["arrow_ipc", "json_line", "raw"]
 
@@ -75,22 +74,6 @@ def build_batch(kind: str, columns: Mapping[str, Any], num_rows: int | None = No
         kept = np.delete(kept, list(refusals))
         arrays = _convert_kept(places, columns, kept)
     return Built(batch=_place_all(layout, places, arrays, len(kept)), kept_rows=kept, refused=refused)
-
-
-def set_aside(batch: pa.RecordBatch, refusals: Sequence[Refusal]) -> Built:
-    """``batch`` without the rows that validation refused; their payload is the row as a record of its own."""
-    refused = tuple(
-        RefusedRow(
-            row=refusal.row,
-            reason=refusal.reason,
-            detail=refusal.detail,
-            payload=encode(batch.slice(refusal.row, 1)).to_pybytes(),
-            payload_format="arrow_ipc",
-        )
-        for refusal in refusals
-    )
-    kept = np.delete(np.arange(batch.num_rows), [refusal.row for refusal in refusals])
-    return Built(batch=batch.take(pa.array(kept)) if refusals else batch, kept_rows=kept, refused=refused)
 
 
 def with_columns(batch: pa.RecordBatch, columns: Mapping[str, Any]) -> pa.RecordBatch:
