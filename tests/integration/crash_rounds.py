@@ -13,17 +13,16 @@ import random
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from rolltape.ingest.embedded import EmbeddedLog
 from rolltape.recipes.config import RunConfig
-from rolltape.recipes.runs import log_folder, open_or_create, start_run
+from rolltape.recipes.runs import Progress, StepSeen, log_folder, open_or_create, start_run
 from rolltape.recipes.sort_digits import config as sort_digits
 from rolltape.recipes.supervisor import Child, Supervisor, children_of
 from rolltape.store.lake import Lake
@@ -52,10 +51,10 @@ def small_config() -> RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What happens to one round: crash windows (name → which passage), and SIGKILLs at random times."""
+    """What happens to one round: crash windows (name → which passage), SIGKILLs in random steps."""
 
     windows: Mapping[str, int]
-    kills: Sequence[tuple[float, str]]
+    kills: Sequence[tuple[int, float, str]]  # after this step, so many seconds later, this process
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +77,7 @@ def plan_round(number: int, rng: random.Random) -> Plan:
         name: rng.randint(1, 3) if name == "after_checkpoint" else rng.randint(3, 25) for name in sorted(chosen)
     }
     victims = ["committer", "trainer", "worker-0", "worker-1"]
-    kills = [(rng.uniform(6.0, 14.0), rng.choice(victims)) for _ in range(2)]
+    kills = [(rng.randint(1, NUM_STEPS - 5), rng.uniform(0.0, 0.4), rng.choice(victims)) for _ in range(2)]
     return Plan(windows=passages, kills=sorted(kills))
 
 
@@ -96,9 +95,7 @@ def bits_of(lake: Lake, run_id: str) -> dict[int, tuple[Any, ...]]:
     }
 
 
-def run_round(
-    folder: Path, plan: Plan, number: int, on_tick: Callable[[], None] = lambda: None
-) -> tuple[Lake, RoundResult]:
+def run_round(folder: Path, plan: Plan, number: int) -> tuple[Lake, RoundResult]:
     """One run with its disturbances; returns when the run has ended."""
     config = small_config()
     result = RoundResult(number=number)
@@ -108,14 +105,19 @@ def run_round(
     children = {child.name: child for child in (*services, *workers)}
     marks = _plant(plan, children, folder)
     supervisor = Supervisor(services, workers, max_restarts=20)
-    killer = threading.Thread(target=_kill_later, args=(plan, children, result, started), daemon=True)
+    killer = Killer(plan, children, result)
     try:
         for child in services:
             child.start()
         with EmbeddedLog(lake, committer="external") as log:
             start_run(lake, config, log)
-        killer.start()
-        supervisor.run(on_tick=on_tick)
+            progress = Progress(log, config.run_id, killer.saw)
+
+            def tick() -> None:
+                progress.poll()
+                killer.strike()
+
+            supervisor.run(on_tick=tick, tick_s=0.02)
     finally:
         supervisor.stop()
     result.seconds = round(time.monotonic() - started, 1)
@@ -133,16 +135,30 @@ def _plant(plan: Plan, children: Mapping[str, Child], folder: Path) -> dict[str,
     return marks
 
 
-def _kill_later(plan: Plan, children: Mapping[str, Child], result: RoundResult, started: float) -> None:
-    for at, victim in plan.kills:
-        time.sleep(max(0.0, started + at - time.monotonic()))
-        process = children[victim].process
-        if process is not None and process.poll() is None:
-            try:
+class Killer:
+    """Sends the planned SIGKILLs."""
+
+    def __init__(self, plan: Plan, children: Mapping[str, Child], result: RoundResult) -> None:
+        self._waiting = list(plan.kills)
+        self._due: list[tuple[float, str]] = []
+        self._children = children
+        self._result = result
+
+    def saw(self, seen: StepSeen) -> None:
+        """Note a completed step."""
+        due = [kill for kill in self._waiting if kill[0] <= seen.step]
+        self._waiting = [kill for kill in self._waiting if kill[0] > seen.step]
+        self._due += [(time.monotonic() + delay, victim) for _, delay, victim in due]
+
+    def strike(self) -> None:
+        """Kill what is due. A victim that is just starting again is left alone."""
+        now = time.monotonic()
+        for _, victim in [kill for kill in self._due if kill[0] <= now]:
+            process = self._children[victim].process
+            if process is not None and process.poll() is None:
                 os.kill(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-            result.kills[victim] += 1
+                self._result.kills[victim] += 1
+        self._due = [kill for kill in self._due if kill[0] > now]
 
 
 def judge(lake: Lake, result: RoundResult, undisturbed: Mapping[int, tuple[Any, ...]]) -> None:

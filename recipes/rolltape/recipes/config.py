@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import tomllib
 import types
 import typing
@@ -17,23 +18,7 @@ from rolltape.trainers.config import TrainerConfig
 
 T = TypeVar("T")
 
-_SECRET_WORDS = ("secret", "password", "token_value", "api_key", "access_key", "credential")
-
-
-class Secret(str):
-    """A value that must never be written: it prints, serialises and hashes as ``***``."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return "Secret('***')"
-
-    def __str__(self) -> str:
-        return "***"
-
-    def reveal(self) -> str:
-        """The value itself, for the call that needs it."""
-        return str.__str__(self)
+_SECRET_WORDS = ("secret", "password", "passwd", "api_key", "apikey", "access_key", "credential", "auth_token")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +30,21 @@ class ModelSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentSection:
-    """What it is asked."""
+    """What it is asked. A secret among the options is written as ``{ from_env = "NAME" }``, never as itself."""
 
     name: str = "sort_digits"
     options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _refuse_plain_secrets(self.options, "environment.options")
+
+    def resolved_options(self) -> dict[str, Any]:
+        """The options with the values of the environment variables that they name; for this process only.
+
+        Raises:
+            ConfigError: a variable is not set.
+        """
+        return {key: _resolved(value, f"environment.options.{key}") for key, value in self.options.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +117,42 @@ class RunConfig:
 
 
 def redacted(value: Any, name: str = "") -> Any:
-    """``value`` with secrets replaced: by type (:class:`Secret`) and, in free-form options, by telling names."""
-    if isinstance(value, Secret):
-        return "***"
+    """``value`` with everything under a telling name replaced, save a reference to an environment variable."""
     if isinstance(value, dict):
+        if _is_reference(value):
+            return value
         return {key: redacted(item, str(key)) for key, item in value.items()}
+    if value is not None and _is_telling(name):
+        return "***"
     if isinstance(value, (list, tuple)):
         return [redacted(item, name) for item in value]
-    if value is not None and any(word in name.lower() for word in _SECRET_WORDS):
-        return "***"
+    return value
+
+
+def _is_telling(name: str) -> bool:
+    return any(word in name.lower() for word in _SECRET_WORDS)
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) == {"from_env"}
+
+
+def _refuse_plain_secrets(options: dict[str, Any], place: str) -> None:
+    for key, value in options.items():
+        if isinstance(value, dict) and not _is_reference(value):
+            _refuse_plain_secrets(value, f"{place}.{key}")
+        elif _is_telling(key) and value is not None and not _is_reference(value):
+            raise ConfigError(f'{place}.{key}: expected {{ from_env = "NAME" }}, got a plain value (not shown)')
+
+
+def _resolved(value: Any, place: str) -> Any:
+    if _is_reference(value):
+        name = str(value["from_env"])
+        if name not in os.environ:
+            raise ConfigError(f"{place}: expected the environment variable {name}, it is not set")
+        return os.environ[name]
+    if isinstance(value, dict):
+        return {key: _resolved(item, f"{place}.{key}") for key, item in value.items()}
     return value
 
 

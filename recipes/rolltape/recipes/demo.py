@@ -19,21 +19,19 @@ MIN_EXACT = 0.9
 MAX_DELTA = 1e-4
 MIN_CONTROL_DELTA = 0.1
 
+_HARDEST = """
+    select problem_id, count(*) as rollouts, round(avg(reward), 3) as mean_reward
+    from trajectories where purpose = 'train' and reward is not null
+    group by 1 order by mean_reward, 1 limit 5
+"""
+_GROWTH = """
+    select min_version // 25 * 25 as from_version, count(*) as rollouts, round(avg(reward), 3) as mean_reward
+    from trajectories where purpose = 'train' group by 1 order by 1
+"""
 QUESTIONS = (
-    (
-        "Which problems were hardest?",
-        "select t.problem_id, count(*) as rollouts, round(avg(t.reward), 3) as mean_reward from trajectories t "
-        "where t.purpose = 'train' and t.reward is not null group by 1 order by mean_reward, 1 limit 5",
-    ),
-    (
-        "How did reward grow with the version that sampled?",
-        "select min_version // 25 * 25 as from_version, count(*) as rollouts, round(avg(reward), 3) as mean_reward "
-        "from trajectories where purpose = 'train' group by 1 order by 1",
-    ),
-    (
-        "Does every rollout have exactly one fate?",
-        "select * from conservation",
-    ),
+    ("Which problems were hardest?", _HARDEST),
+    ("How did reward grow with the version that sampled?", _GROWTH),
+    ("Does every rollout have exactly one fate?", "select * from conservation"),
 )
 
 

@@ -55,8 +55,8 @@ def start_run(lake: Lake, config: RunConfig, log: EmbeddedLog) -> bool:
     if recorded is not None:
         if recorded["config_digest"] != config.digest:
             raise ConfigError(
-                f"run {config.run_id!r} was started with another configuration (digest {recorded['config_digest'][:12]}, "
-                f"now {config.digest[:12]}); choose another run_id or another lake"
+                f"run {config.run_id!r} was started with another configuration (digest "
+                f"{recorded['config_digest'][:12]}, now {config.digest[:12]}); choose another run_id or another lake"
             )
         return False
     from rolltape.numerics.char_tokenizer import behaviour_digest
@@ -65,7 +65,7 @@ def start_run(lake: Lake, config: RunConfig, log: EmbeddedLog) -> bool:
     from rolltape.trainers.environment import describe_environment
 
     tokenizer = build_tokenizer(config.model.name)
-    environment = make_environment(config.environment.name, config.environment.options, config.seed)
+    environment = make_environment(config.environment.name, config.environment.resolved_options(), config.seed)
     with Recorder(log, producer_id=f"starter-{config.run_id}", run_id=config.run_id) as recorder:
         recorder.record(
             "run_started",
@@ -168,7 +168,7 @@ def worker_config(config: RunConfig, lake_url: str, index: int) -> WorkerConfig:
         num_workers=section.num_workers,
         model=config.model.name,
         environment=config.environment.name,
-        environment_options=config.environment.options,
+        environment_options=config.environment.resolved_options(),
         seed=config.seed,
         groups_per_step=section.groups_per_step,
         group_size=section.group_size,

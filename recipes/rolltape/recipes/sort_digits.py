@@ -6,8 +6,8 @@ from rolltape.recipes.config import EnvironmentSection, ModelSection, RolloutSec
 from rolltape.trainers.config import TrainerConfig
 
 
-def config(*, run_id: str = "sort-digits", seed: int = 0, max_steps: int = 400) -> RunConfig:
-    """16 problems x 16 rollouts a step until the moving average of exact answers reaches 0.93."""
+def config(*, run_id: str = "sort-digits", seed: int = 0, max_steps: int = 300) -> RunConfig:
+    """16 problems x 16 rollouts a step until the moving average of exact answers reaches 0.95."""
     return RunConfig(
         run_id=run_id,
         seed=seed,
@@ -16,12 +16,15 @@ def config(*, run_id: str = "sort-digits", seed: int = 0, max_steps: int = 400) 
         rollout=RolloutSection(groups_per_step=16, group_size=16, temperature=1.0, max_tokens=4, evaluate_heldout=True),
         trainer=TrainerConfig(
             max_steps=max_steps,
-            lr=1e-3,
+            lr=2e-3,
+            warmup_steps=10,
+            decay_steps=280,
+            final_lr_fraction=0.1,
             beta2=0.95,
             entropy_coef=0.01,
             checkpoint_every=20,
             stop_metric="reward_component/exact",
-            stop_above=0.93,
+            stop_above=0.95,
             stop_ema=0.9,
         ),
     )

@@ -1,0 +1,66 @@
+"""Recipe files map one to one onto the configuration; what makes no sense is refused by name; secrets stay out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolltape.recipes.config import RunConfig, redacted
+from rolltape.recipes.sort_digits import config as sort_digits
+from rolltape.schema.errors import ConfigError
+
+SECRET = "hunter2-planted"
+
+
+def test_json_and_toml_round_trip(tmp_path: Path) -> None:
+    config = sort_digits()
+    assert RunConfig.from_json(config.to_json()) == config
+    file = tmp_path / "recipe.toml"
+    file.write_text('run_id = "r"\nseed = 3\n[trainer]\nlr = 1\n[environment.options]\nnum_heldout = 5\n')
+    read = RunConfig.from_toml(file)
+    assert (read.run_id, read.seed, read.trainer.lr, read.environment.options) == ("r", 3, 1.0, {"num_heldout": 5})
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        ({"trainer": {"eps_low": 1.0}}, "trainer.eps_low"),
+        ({"trainer": {"staleness_tau": -1}}, "trainer.staleness_tau"),
+        ({"trainer": {"icepop_beta": 0.5}}, "trainer.icepop_beta"),
+        ({"trainer": {"correction": "magic"}}, "trainer.correction"),
+        ({"trainer": {"aggregation": "const"}}, "trainer.const_length"),
+        ({"trainer": {"lr": "fast"}}, "trainer.lr"),
+        ({"rollout": {"temperature": 0}}, "rollout.temperature"),
+        ({"rollout": {"group_size": 0}}, "rollout.group_size"),
+        ({"rolout": {}}, "rolout"),
+        ({"trainer": {"learning_rate": 1e-3}}, "trainer.learning_rate"),
+    ],
+)
+def test_refused_by_name(data: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
+        RunConfig.from_dict(data)
+
+
+def test_a_plain_secret_is_refused_and_not_shown() -> None:
+    with pytest.raises(ConfigError, match=r"environment\.options\.judge\.api_key") as caught:
+        RunConfig.from_dict({"environment": {"options": {"judge": {"api_key": SECRET}}}})
+    assert SECRET not in str(caught.value)
+
+
+def test_a_secret_by_reference_is_resolved_in_the_process_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", SECRET)
+    config = RunConfig.from_dict({"environment": {"options": {"api_key": {"from_env": "JUDGE_KEY"}}}})
+    assert config.environment.resolved_options() == {"api_key": SECRET}
+    assert SECRET not in config.to_json() + repr(config) + config.digest
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ConfigError, match="JUDGE_KEY"):
+        config.environment.resolved_options()
+
+
+def test_redaction_covers_nested_values() -> None:
+    value = {"a": {"db_password": SECRET, "list": [{"secret": SECRET}]}, "access_key": [SECRET], "plain": 1}
+    shown = redacted(value)
+    assert SECRET not in str(shown)
+    assert shown["plain"] == 1
