@@ -40,6 +40,9 @@ FORMAT_PROPERTY: Final = "rolltape.format"
 FORMAT_MAJOR: Final = 1
 FORMAT: Final = f"{FORMAT_MAJOR}.0"
 
+# From so many data files on, each is decoded by one thread, several at a time; fewer are decoded column beside column.
+MIN_FILES_BESIDE: Final = 4
+
 _CONFIGURATION: Final = {
     "delta.appendOnly": "true",
     "delta.dataSkippingStatsColumns": "kind,log_topic,log_partition,log_offset,run_id,trajectory_id",
@@ -209,7 +212,12 @@ class Lake:
         """Rows of the data files that ``wanted`` lets through."""
         row_filter = wanted or RowFilter()
         needed = row_filter.columns_with(columns)
-        parts = [part for file in files if (part := self._read_file(file, kind, needed, row_filter)).num_rows]
+        if len(files) < MIN_FILES_BESIDE:
+            found = [self._read_file(file, kind, needed, row_filter) for file in files]
+        else:
+            futures = [beside(self._read_file, file, kind, needed, row_filter, use_threads=False) for file in files]
+            found = [future.result() for future in futures]
+        parts = [part for part in found if part.num_rows]
         if not parts:
             empty = arrow_schema(kind).empty_table()
             return parquet.conform_columns(empty, kind, columns)
@@ -219,7 +227,13 @@ class Lake:
         return table
 
     def _read_file(
-        self, data_file: DataFile, kind: str, columns: Sequence[str] | None, row_filter: RowFilter
+        self,
+        data_file: DataFile,
+        kind: str,
+        columns: Sequence[str] | None,
+        row_filter: RowFilter,
+        *,
+        use_threads: bool = True,
     ) -> pa.Table:
         try:
             file = parquet.open_file(self.table.child(data_file.path))
@@ -229,7 +243,7 @@ class Lake:
             ) from error
         with file:
             groups = row_filter.row_groups(file, data_file)
-            table = parquet.read_groups(file, kind, columns, groups)
+            table = parquet.read_groups(file, kind, columns, groups, use_threads=use_threads)
         return row_filter.apply(table, data_file)
 
     # Writing

@@ -280,7 +280,12 @@ def _group_ranges(file: pq.ParquetFile, column: str) -> Iterator[tuple[Any, Any]
 
 
 def read_groups(
-    file: pq.ParquetFile, kind: str, columns: Sequence[str] | None = None, groups: Sequence[int] | None = None
+    file: pq.ParquetFile,
+    kind: str,
+    columns: Sequence[str] | None = None,
+    groups: Sequence[int] | None = None,
+    *,
+    use_threads: bool = True,
 ) -> pa.Table:
     """Row groups of an open data file as a table of ``kind``'s schema, or of the columns named (in that order).
 
@@ -292,10 +297,10 @@ def read_groups(
     present = [name for name in names if name in theirs.names]
     if all(theirs.field(name).type == ours.field(name).type for name in present):
         wanted = present if columns is None else [name for name in columns if name.split(".")[0] in theirs.names]
-        return conform_columns(_decode(file, wanted, groups), kind, columns)
+        return conform_columns(_decode(file, wanted, groups, use_threads), kind, columns)
     # Rewriting an older struct takes the columns beside it (see schema.upcast).
     beside = [name for name in ("token_ids", "run_epoch") if name in theirs.names and name not in present]
-    return conform(_decode(file, [*present, *beside], groups), kind).select(names)
+    return conform(_decode(file, [*present, *beside], groups, use_threads), kind).select(names)
 
 
 def top_names(columns: Sequence[str]) -> list[str]:
@@ -303,10 +308,12 @@ def top_names(columns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.split(".")[0] for name in columns))
 
 
-def _decode(file: pq.ParquetFile, columns: Sequence[str], groups: Sequence[int] | None) -> pa.Table:
+def _decode(
+    file: pq.ParquetFile, columns: Sequence[str], groups: Sequence[int] | None, use_threads: bool
+) -> pa.Table:
     if groups is None or len(groups) == file.num_row_groups:
-        return file.read(columns=columns)
-    return file.read_row_groups(list(groups), columns=columns)
+        return file.read(columns=columns, use_threads=use_threads)
+    return file.read_row_groups(list(groups), columns=columns, use_threads=use_threads)
 
 
 def conform_columns(table: pa.Table, kind: str, columns: Sequence[str] | None = None) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -22,7 +23,7 @@ MAX_SLICES: Final = 64
 MAX_LIST_VALUES: Final = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RowFilter:
     """Conditions on rows; None lets everything through.
 
@@ -33,6 +34,16 @@ class RowFilter:
     since: Cursor | None = None
     run_id: str | None = None
     trajectory_ids: Collection[str] | None = None
+
+    @cached_property
+    def sorted_ids(self) -> list[str]:
+        """The trajectory ids, sorted once for all files."""
+        return sorted(self.trajectory_ids or ())
+
+    @cached_property
+    def id_set(self) -> pa.StringArray:
+        """The trajectory ids as an array."""
+        return pa.array(self.sorted_ids, pa.string())
 
     def columns_with(self, columns: Sequence[str] | None) -> Sequence[str] | None:
         """The columns to decode so that the conditions can be checked: ``columns`` itself where they suffice."""
@@ -51,11 +62,13 @@ class RowFilter:
     def row_groups(self, file: pq.ParquetFile, data_file: DataFile) -> list[int]:
         """Row groups of the file that may hold such rows."""
         groups = set(range(file.num_row_groups))
+        if len(groups) == 1:
+            return [0]
         bounds = self._offset_bounds(data_file)
         if bounds is not None:
             groups &= set(parquet.groups_with_offsets(file, *bounds))
         if self.trajectory_ids is not None:
-            groups &= set(parquet.groups_with_ids(file, sorted(self.trajectory_ids)))
+            groups &= set(parquet.groups_with_ids(file, self.sorted_ids))
         return sorted(groups)
 
     def apply(self, table: pa.Table, data_file: DataFile) -> pa.Table:
@@ -64,8 +77,7 @@ class RowFilter:
         if self.run_id is not None and not (data_file.min_run_id == data_file.max_run_id == self.run_id):
             table = rows_where(table, _to_mask(pc.equal(table["run_id"], self.run_id)))
         if self.trajectory_ids is not None and table.num_rows:
-            ids = pa.array(list(self.trajectory_ids), pa.string())
-            table = rows_where(table, _to_mask(pc.is_in(table["trajectory_id"], value_set=ids)))
+            table = rows_where(table, _to_mask(pc.is_in(table["trajectory_id"], value_set=self.id_set)))
         return table
 
     def _offset_bounds(self, data_file: DataFile) -> tuple[int, int] | None:
