@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from rolltape.schema.conform import conform
 from rolltape.schema.errors import CodecError, ValidationError
 from rolltape.schema.kinds import Topic, kind_named
 from rolltape.schema.layout import columns_of, layout_of
@@ -114,13 +115,14 @@ def make_record(batch: pa.RecordBatch, *, partition: int = 0) -> Record:
         ValidationError: the stamps are missing, mixed, or not consecutive.
     """
     kind = kind_named(kind_of(batch))
+    batch = conform(batch, kind.name)
     return Record(
         topic=kind.topic, partition=partition, key=_key(batch), headers=make_headers(batch), value=encode(batch)
     )
 
 
 def make_headers(batch: pa.RecordBatch) -> Headers:
-    """The headers of a stamped batch.
+    """The headers of a stamped batch that has its kind's schema.
 
     Raises:
         ValidationError: the stamps are missing, mixed, or not consecutive.

@@ -14,6 +14,7 @@ from tests.schema_events import action, action_batch
 from rolltape.schema.build import build_batch, with_columns
 from rolltape.schema.errors import UnknownKindError, ValidationError
 from rolltape.schema.layout import column_of
+from rolltape.schema.validate import validate
 
 
 def refusals(columns: dict[str, Any], kind: str = "action_sampled") -> list[tuple[int, str]]:
@@ -109,6 +110,13 @@ def test_a_bad_value_for_every_row_leaves_an_empty_batch() -> None:
     built = build_batch("action_sampled", action(2, attempt="x"))
     assert built.batch.num_rows == 0
     assert len(built.refused) == 2
+
+
+def test_no_rows_are_no_error() -> None:
+    columns = {name: [] if isinstance(value, (list, np.ndarray)) else value for name, value in action(1).items()}
+    built = build_batch("action_sampled", columns)
+    assert (built.batch.num_rows, built.refused) == (0, ())
+    assert validate(built.batch) == []
 
 
 def test_floats_and_times_are_widened_and_narrowed_without_a_guess() -> None:

@@ -29,6 +29,13 @@ def test_a_record_accounts_for_itself() -> None:
     assert same_bits(decode(record.value, kind=record.headers.kind), batch)
 
 
+def test_a_batch_without_all_columns_is_conformed_first() -> None:
+    batch = action_batch(2)
+    short = batch.select([name for name in batch.schema.names if batch.column(name).null_count < 2])
+    assert make_record(short).headers == make_record(batch).headers
+    assert make_record(short).key == "g"
+
+
 def test_headers_come_back_from_their_bytes() -> None:
     headers = make_headers(action_batch(2, trajectory_id=["a/b:c", "ü"]))
     pairs = headers.to_pairs()
