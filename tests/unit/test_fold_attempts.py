@@ -460,3 +460,31 @@ def test_purpose_and_tokenizer_of_the_run_epoch(tape: Tape) -> None:
     assert purposes == ["import", "train", "train", None]
     revisions = [segments(folded, name)[0]["tokenizer_revision"] for name in ("t1", "t2", "t3", "foreign")]
     assert revisions == ["r1", "r2", "r2", None]
+
+
+def test_of_two_dispatches_the_smaller_event_id_tells(tape: Tape) -> None:
+    for event_id, worker in (("b", "w1"), ("a", "w0"), ("c", "w2")):
+        tape.add(
+            "rollout_dispatched",
+            trajectory_id="t",
+            attempt=0,
+            problem_id="p",
+            event_id=event_id,
+            worker_id=worker,
+            purpose="evaluate",
+        )
+    found = row(fold(tape.tables()), "t")
+    assert (found["worker_id"], found["purpose"]) == ("w0", "evaluate")
+
+
+def test_any_event_tells_what_the_dispatch_left_out(tape: Tape) -> None:
+    dispatched = AttemptWriter(tape, "dispatched", group_id=None)
+    dispatched.add("rollout_dispatched", indexed=False, problem_id="p", purpose="train", training_step=3)
+    dispatched.start(group_id="g1")
+    imported = AttemptWriter(tape, "imported", group_id=None)
+    imported.reward(group_id="g2", problem_id="q")
+    folded = fold(tape.tables())
+    assert [row(folded, name)["group_id"] for name in ("dispatched", "imported")] == ["g1", "g2"]
+    assert [row(folded, name)["problem_id"] for name in ("dispatched", "imported")] == ["p", "q"]
+    assert [row(folded, name)["training_step"] for name in ("dispatched", "imported")] == [3, None]
+    assert row(folded, "imported")["run_epoch"] == 1

@@ -191,3 +191,27 @@ def test_a_context_that_the_tape_does_not_know_proves_nothing(tape: Tape) -> Non
 )
 def test_first_difference(tape_ids: list[int], engine_ids: list[int], index: int) -> None:
     assert first_difference(np.array(tape_ids, np.int32), np.array(engine_ids, np.int32)) == index
+
+
+def test_a_rewrite_whose_ids_are_unknown_forbids_training(tape: Tape) -> None:
+    writer = AttemptWriter(tape, "t")
+    writer.start([1])
+    writer.act([5])
+    writer.add("context_rewritten", reason="compaction", context_token_ids=None)
+    writer.act([6])
+    writer.end()
+    writer.reward()
+    folded = fold(tape.tables())
+    assert row(folded, "t")["untrainable_reasons"] == ["no_token_ids", "prefix_unknown"]
+    assert [segment["prompt_token_ids"] for segment in segments(folded, "t")] == [[1], None]
+
+
+def test_an_observation_known_only_as_text_forbids_training(tape: Tape) -> None:
+    writer = AttemptWriter(tape, "t")
+    writer.start([1])
+    writer.act([5])
+    writer.observe([], token_ids=None, text="42")
+    writer.act([6], seen=[1, 5, 30])
+    writer.end()
+    writer.reward()
+    assert row(fold(tape.tables()), "t")["untrainable_reasons"] == ["no_token_ids", "prefix_mismatch"]

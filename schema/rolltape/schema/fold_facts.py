@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Final
 
 import numpy as np
@@ -13,7 +14,8 @@ from rolltape.schema.fold_inputs import Keys, KindRows
 from rolltape.schema.fold_ranges import Ints, ints_of, single, take_or_null
 from rolltape.schema.kinds import kind_named
 
-_DISPATCHED: Final = ("training_step", "group_ordinal", "member", "group_size", "worker_id")
+_TELLERS: Final = ("rollout_dispatched", "rollout_started", "rollout_resumed", "action_sampled", "reward_assigned")
+_DISPATCHED: Final = ("purpose", "training_step", "group_ordinal", "member", "group_size", "worker_id")
 _STARTED: Final = ("stage", "environment", "forked_from_event_id")
 _ENVELOPE: Final = ("group_id", "problem_id")
 
@@ -22,60 +24,53 @@ def first_rows(rows: KindRows, num_keys: int) -> Ints:
     """For each attempt its row of a kind that should have one; of several that with the smallest event id. -1: none."""
     found = np.full(num_keys, -1, np.int64)
     found[rows.key] = np.arange(rows.num_rows)
-    if len(rows.key) > int((found >= 0).sum()):
-        ids = rows.column("event_id")
-        order = np.asarray(pc.array_sort_indices(ids, order="descending"), dtype=np.int64)
-        for row in order.tolist():  # ascending ids are written last
-            found[rows.key[row]] = row
+    if rows.num_rows > int((found >= 0).sum()):
+        order = np.asarray(pc.array_sort_indices(rows.column("event_id"), order="descending"), np.int64)
+        found[rows.key[order]] = order  # of equal keys the last is written: the smallest id
     return found
 
 
 def identity_columns(kinds: Mapping[str, KindRows], keys: Keys) -> dict[str, pa.Array]:
     """Columns that the dispatch, or where there was none the start or another event of the attempt, tells."""
-    names = ("rollout_dispatched", "rollout_started", "rollout_resumed", "action_sampled", "reward_assigned")
-    rows = {name: first_rows(kinds[name], keys.num_keys) for name in names if kinds[name].num_rows}
+    rows: dict[str, Ints] = {}
 
-    def told(column: str, sources: tuple[str, ...], *, envelope: bool) -> list[pa.Array]:
-        return [
-            take_or_null(kinds[name].column(column) if envelope else kinds[name].field(column), rows[name])
-            for name in sources
-            if name in rows
-        ]
+    def told(column: str, *sources: str, envelope: bool = False) -> Iterator[pa.Array]:
+        for name in sources:
+            if kinds[name].num_rows:
+                if name not in rows:
+                    rows[name] = first_rows(kinds[name], keys.num_keys)
+                yield take_or_null(kinds[name].column(column) if envelope else kinds[name].field(column), rows[name])
 
-    columns = {name: _first(told(name, names, envelope=True), pa.string(), keys) for name in _ENVELOPE}
-    roots = told("root_rollout_id", names, envelope=True)
-    columns["root_rollout_id"] = _first([*roots, keys.trajectory_ids], pa.string(), keys)
+    columns = {name: _first(told(name, *_TELLERS, envelope=True), pa.string(), keys) for name in _ENVELOPE}
+    roots = chain(told("root_rollout_id", *_TELLERS, envelope=True), [keys.trajectory_ids])
+    columns["root_rollout_id"] = _first(roots, pa.string(), keys)
     for kind, fields in (("rollout_dispatched", _DISPATCHED), ("rollout_started", _STARTED)):
         types = kind_named(kind).struct_type
         for name in fields:
-            columns[name] = _first(told(name, (kind,), envelope=False), types.field(name).type, keys)
-    columns["purpose"] = _first(told("purpose", ("rollout_dispatched",), envelope=False), pa.string(), keys)
-    columns["run_epoch"] = _first(told("run_epoch", names[:2], envelope=True), pa.int32(), keys)
-    if columns["run_epoch"].null_count:
-        columns["run_epoch"] = pc.coalesce(columns["run_epoch"], _first_epochs(kinds, keys))
+            columns[name] = _first(told(name, kind), types.field(name).type, keys)
+    epochs = chain(told("run_epoch", *_TELLERS[:2], envelope=True), _first_epochs(kinds, keys))
+    columns["run_epoch"] = _first(epochs, pa.int32(), keys)
     return columns
 
 
-def _first(candidates: list[pa.Array], type_: pa.DataType, keys: Keys) -> pa.Array:
-    """The first candidate that is not null, row by row."""
-    if not candidates:
-        return pa.nulls(keys.num_keys, type_)
-    chosen = candidates[0]
-    for candidate in candidates[1:]:
+def _first(candidates: Iterable[pa.Array], type_: pa.DataType, keys: Keys) -> pa.Array:
+    """The first candidate that is not null, row by row; no more candidates are made than needed."""
+    chosen = pa.nulls(keys.num_keys, type_)
+    for candidate in candidates:
+        chosen = candidate if chosen.null_count == len(chosen) else pc.coalesce(chosen, candidate)
         if not chosen.null_count:
             break
-        chosen = pc.coalesce(chosen, candidate)
     return chosen
 
 
-def _first_epochs(kinds: Mapping[str, KindRows], keys: Keys) -> pa.Array:
-    """Smallest run epoch of any event of the attempt."""
+def _first_epochs(kinds: Mapping[str, KindRows], keys: Keys) -> Iterator[pa.Array]:
+    """Smallest run epoch of any event of the attempt (one column)."""
     none = np.iinfo(np.int64).max
     epochs = np.full(keys.num_keys, none)
     for rows in kinds.values():
         if rows.num_rows:
             np.minimum.at(epochs, rows.key, ints_of(rows.column("run_epoch"), null=none))
-    return pa.array(np.where(epochs == none, 0, epochs), pa.int64(), mask=epochs == none).cast(pa.int32())
+    yield pa.array(np.where(epochs == none, 0, epochs), pa.int64(), mask=epochs == none).cast(pa.int32())
 
 
 def log_offsets(kinds: Mapping[str, KindRows], num_keys: int) -> tuple[pa.Array, pa.Array]:
