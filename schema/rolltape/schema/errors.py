@@ -17,7 +17,8 @@
     │   ├── LakeNotFoundError (FileNotFoundError)
     │   ├── LakeFormatError                  written by a newer Rolltape, or not a lake
     │   ├── CommitterFencedError             another committer owns the lake
-    │   └── StorageFullError                 no room left; nothing acknowledged was lost
+    │   ├── StorageFullError                 no room left; nothing acknowledged was lost
+    │   └── VacuumedError                    a data file of this snapshot was deleted
     ├── ProducerFencedError (RuntimeError)   another writer uses this producer id
     ├── BackpressureTimeout (TimeoutError)   the log did not take what is spooled
     ├── FlushTimeout (TimeoutError)          not proven durable within the time allowed
@@ -93,6 +94,10 @@ class CommitterFencedError(StoreError):
 
 class StorageFullError(StoreError):
     """No room left. What was acknowledged is kept; what was not stays in the spool."""
+
+
+class VacuumedError(StoreError):
+    """A data file of the snapshot was deleted by a vacuum; a newer snapshot names its rows elsewhere."""
 
 
 class ProducerFencedError(RolltapeError, RuntimeError):

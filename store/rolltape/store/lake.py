@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from rolltape.schema.crash import crash_window
 from rolltape.schema.cursor import Cursor
-from rolltape.schema.errors import CommitterFencedError, LakeFormatError, StoreError
+from rolltape.schema.errors import CommitterFencedError, LakeFormatError, StoreError, VacuumedError
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema, delta_schema_json
 from rolltape.store import parquet
@@ -238,7 +238,7 @@ class Lake:
         try:
             file = parquet.open_file(self.table.child(data_file.path))
         except FileNotFoundError as error:
-            raise StoreError(
+            raise VacuumedError(
                 f"data file {data_file.path} of {self.table} is gone: this snapshot was vacuumed; take a new one"
             ) from error
         with file:

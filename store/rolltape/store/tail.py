@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from rolltape.schema.cursor import Cursor, Partition
+from rolltape.schema.errors import VacuumedError
 from rolltape.schema.kinds import KINDS
 from rolltape.store.lake import Lake
 from rolltape.store.row_filter import RowFilter, rows_at, rows_where
@@ -70,7 +71,7 @@ class Tail:
         self._topics = None if topics is None else frozenset(topics)
         self._kinds = tuple(KINDS) if kinds is None else tuple(kinds)
         self._poll_s = _LOCAL_POLL_S if lake.location.is_local else _REMOTE_POLL_S
-        self._version = -1
+        self._version = self._started_at = -1
         self._catching_up: Iterator[list[Delivery]] = iter(())
         self._start_from(lake.snapshot())
 
@@ -83,7 +84,7 @@ class Tail:
         """What is new, as soon as there is something; an empty list when the time is over.
 
         Raises:
-            StoreError: a data file that the tail had to read was vacuumed.
+            VacuumedError: a data file is gone that the newest version names.
         """
         deadline = time.monotonic() + timeout_s
         looks = 0
@@ -101,7 +102,17 @@ class Tail:
             time.sleep(min(left, self._poll_s))
 
     def _next(self) -> list[Delivery]:
-        """The next deliveries that are there already, or none."""
+        """The next deliveries that are there already, or none; from a new snapshot where files were vacuumed."""
+        try:
+            return self._follow()
+        except VacuumedError:
+            snapshot = self._lake.snapshot()
+            if snapshot.version <= self._started_at:
+                raise
+            self._start_from(snapshot)
+            return self._follow()
+
+    def _follow(self) -> list[Delivery]:
         for deliveries in self._catching_up:
             if deliveries:
                 return deliveries
@@ -133,7 +144,7 @@ class Tail:
     # Catching up
 
     def _start_from(self, snapshot: Snapshot) -> None:
-        self._version = snapshot.version
+        self._version = self._started_at = snapshot.version
         self._note_marks(snapshot.transactions)
         self._catching_up = self._catch_up(snapshot)
 

@@ -11,9 +11,10 @@ import pyarrow as pa
 import pytest
 
 from rolltape.schema.cursor import Cursor
+from rolltape.schema.errors import VacuumedError
 from rolltape.store import Delivery, Lake, Tail
 from rolltape.store import tail as tail_module
-from rolltape.store.maintenance import checkpoint, clean_logs, compact
+from rolltape.store.maintenance import checkpoint, clean_logs, compact, vacuum
 
 
 @pytest.fixture
@@ -96,6 +97,25 @@ def test_goes_on_where_the_log_was_cleaned(lake: Lake, feed: Any) -> None:
     for kind in ("action_sampled", "reward_assigned"):
         assert rows_of(first + second, kind)["event_id"].to_pylist() == lake.read(kind)["event_id"].to_pylist()
     assert tail.lane_marks == {"lane/p/1/rollout/0": 9}
+
+
+def test_goes_on_where_a_vacuum_took_the_files(lake: Lake, feed: Any) -> None:
+    tail = Tail(lake)
+    for _ in range(3):
+        lake.append(*feed.commit())
+    compact(lake)
+    assert vacuum(lake, safe_age_s=-1)
+    found = drain(tail)
+    for kind in ("action_sampled", "reward_assigned"):
+        assert rows_of(found, kind)["event_id"].to_pylist() == lake.read(kind)["event_id"].to_pylist()
+
+
+def test_file_that_is_lost_is_an_error(lake: Lake, feed: Any) -> None:
+    tail = Tail(lake)
+    for file in lake.append(*feed.commit()).files:
+        lake.table.child(file.path).delete()
+    with pytest.raises(VacuumedError, match="is gone"):
+        tail.poll()
 
 
 def test_catches_up_in_portions_without_loss(lake: Lake, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
