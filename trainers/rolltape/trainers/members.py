@@ -92,15 +92,14 @@ def finish_members(builder: BatchBuilder, members: Sequence[Member], rewards: Se
 
 
 def _segment_rows(folded: Fold, flat: FlatSegments) -> dict[tuple[str, int], list[int]]:
-    """Rows of each attempt's segments that have a token to train, in segment order."""
+    """Rows of each attempt's segments that have a token to train, in segment order; rejected summaries have none."""
     segments = folded.segments
     found: dict[tuple[str, int], list[int]] = {}
-    keys = zip(
-        segments["trajectory_id"].to_pylist(), segments["attempt"].to_pylist(), flat.has_action().tolist(), strict=True
-    )
+    names = ("trajectory_id", "attempt", "is_accepted")
+    keys = zip(*(segments[name].to_pylist() for name in names), flat.has_action().tolist(), strict=True)
     # A fold's rows are ordered by (run, trajectory, attempt, segment).
-    for row, (trajectory, attempt, has_action) in enumerate(keys):
-        if has_action:
+    for row, (trajectory, attempt, accepted, has_action) in enumerate(keys):
+        if has_action and accepted is not False:
             found.setdefault((trajectory, attempt), []).append(row)
     return found
 
