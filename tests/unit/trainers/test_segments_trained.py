@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rolltape.schema.fold import fold
-from rolltape.trainers.members import Member, pack_members
 from tests.attempts import AttemptWriter
 from tests.conftest import Tape
+
+from rolltape.schema.fold import fold
+from rolltape.trainers.members import Member, pack_members
 
 
 def test_accepted_summaries_are_trained_and_rejected_ones_are_not(tape: Tape) -> None:
