@@ -164,6 +164,18 @@ def test_lists_of_slices(rows: list[list[int] | None], data: st.DataObject) -> N
     assert found == rows[low:]
 
 
+def test_a_null_row_shows_nothing_even_where_values_lie_behind_it() -> None:
+    offsets, ids = np.array([0, 2, 5], np.int32), np.arange(5, dtype=np.int32)
+    child = pa.array(ids)
+    rows = pa.Array.from_buffers(
+        pa.list_(pa.int32()), 2, [pa.py_buffer(b"\x02"), pa.py_buffer(offsets)], children=[child]
+    )
+    assert rows.to_pylist() == [None, [2, 3, 4]]
+    lists = lists_of(rows)
+    assert lists.lengths.tolist() == [0, 3]
+    assert lists.valid.tolist() == [False, True]
+
+
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(-9, 9)), max_size=12))
 def test_reduce_by(pairs: list[tuple[int, int]]) -> None:
     pairs.sort()
