@@ -46,6 +46,14 @@ for the next statement.
 `is_live` follows the run's live line: what a later run epoch left behind is false.
 """
 
+_VERIFICATION: Final = """\
+It prints what each check looked at and counted, and what broke: the trajectory, the tensor, the first differing index,
+as far as they can be told; it exits 1 if anything broke. Untrusted log-probs, unknown prefixes and undeclared sampling
+are counted, not broken: such data are stored as they are and refused where they would be trained. With
+`--since CURSOR` (the one that an earlier verification ended with) trajectories, batches, versions and files are checked
+only where something came since; lanes, offsets, event ids and conservation are always checked whole.
+"""
+
 QUERIES: Final = (
     (
         "Share of trusted log-probs by the version that sampled",
@@ -107,7 +115,7 @@ def render_sql() -> str:
     for view in PROJECTIONS.values():
         rows = columns.filter(pc.equal(columns["view"], view.name)).to_pylist()
         parts.append(f"### {view.name}\n\n{view.doc}\n\n{_table(rows)}")
-    parts.append(f"## What `rolltape verify` checks\n\n{_checks()}")
+    parts.append(f"## What `rolltape verify` checks\n\n{_VERIFICATION}\n{_checks()}")
     return "\n".join(parts)
 
 
