@@ -8,12 +8,13 @@ CPU times are the smallest of several rounds: other work on the machine only eve
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -109,32 +110,73 @@ def end_columns(num_rows: int) -> dict[str, Any]:
     }
 
 
+def start_columns(num_rows: int) -> dict[str, Any]:
+    """Columns of ``num_rows`` starts with a prompt of 12 tokens."""
+    return {
+        "trajectory_id": uuid7_many(num_rows),
+        "attempt": 0,
+        "group_id": uuid7_many(1)[0],
+        "problem_id": "problem-17",
+        "environment": "sort-digits",
+        "prompt_token_ids": np.full((num_rows, 12), 7, np.int32),
+    }
+
+
+def dispatch_columns(num_rows: int) -> dict[str, Any]:
+    """Columns of ``num_rows`` dispatches of one group."""
+    return {
+        "trajectory_id": uuid7_many(num_rows),
+        "attempt": 0,
+        "group_id": uuid7_many(1)[0],
+        "problem_id": "problem-17",
+        "purpose": "train",
+        "training_step": 3,
+        "group_ordinal": 0,
+        "member": np.arange(num_rows),
+        "group_size": num_rows,
+        "worker_id": "worker-0",
+        "sampling_seed": np.arange(num_rows),
+    }
+
+
+ROLLOUT_EVENTS: Final[Mapping[str, Callable[[int], dict[str, Any]]]] = {
+    "rollout_dispatched": dispatch_columns,
+    "rollout_started": start_columns,
+    "action_sampled": lambda num_rows: action_columns(num_rows, 24),
+    "rollout_ended": end_columns,
+    "reward_assigned": reward_columns,
+}
+
+
 def measure_recorder(folder: Path, rounds: int) -> None:
-    """CPU milliseconds and spooled bytes of an event, alone and in batches."""
+    """CPU milliseconds and spooled bytes of an event: a long action alone, short rollouts' events in batches."""
     log = EmbeddedLog(Lake.create(folder / "recorder"), "external")
     with Recorder(log, producer_id="bench", run_id="run") as recorder:
-
-        def measure(name: str, events: int, record: Callable[[], object], **limits: float) -> None:
-            for _ in range(10):
-                record()
-            best = min(_cpu_ms(record, 20) for _ in range(rounds))
-            size = _spooled_bytes(log, record)
-            _print(name, events=events, cpu_ms=round(best / events, 4), bytes=round(size / events), **limits)
-
         one = {name: value[0] if isinstance(value, list) else value for name, value in action_columns(1, 1000).items()}
-        measure("action of 1,000 tokens alone", 1, lambda: recorder.record("action_sampled", **one), limit_ms=1.0)
+        cpu_ms, size = _measure(log, lambda: recorder.record("action_sampled", **one), rounds)
+        _print("action of 1,000 tokens alone", cpu_ms=round(cpu_ms, 4), bytes=size, limit_ms=1.0)
         for num_rows in (16, 64, 256):
-            columns = action_columns(num_rows, 24)
-            measure(
-                "actions of 24 tokens",
-                num_rows,
-                lambda c=columns: recorder.record_batch("action_sampled", c),
+            found = []
+            for kind, make in ROLLOUT_EVENTS.items():
+                columns = make(num_rows)
+                record = functools.partial(recorder.record_batch, kind, columns, num_rows)
+                cpu_ms, size = _measure(log, record, rounds)
+                found.append((cpu_ms / num_rows, size / num_rows))
+                _print(f"{kind} of {num_rows} short rollouts", cpu_ms=round(found[-1][0], 4), bytes=round(found[-1][1]))
+            cpu_ms, size_mean = np.mean(found, axis=0)
+            _print(
+                f"mean event of {num_rows} short rollouts",
+                cpu_ms=round(float(cpu_ms), 4),
+                bytes=round(float(size_mean)),
                 limit_ms=0.05,
+                limit_bytes=1024,
             )
-            columns = reward_columns(num_rows)
-            measure("rewards", num_rows, lambda c=columns: recorder.record_batch("reward_assigned", c), limit_ms=0.05)
-            columns = end_columns(num_rows)
-            measure("ends", num_rows, lambda c=columns: recorder.record_batch("rollout_ended", c), limit_ms=0.05)
+
+
+def _measure(log: EmbeddedLog, call: Callable[[], object], rounds: int) -> tuple[float, int]:
+    for _ in range(10):
+        call()
+    return min(_cpu_ms(call, 5) for _ in range(rounds)), _spooled_bytes(log, call)
 
 
 def _cpu_ms(call: Callable[[], object], repeats: int) -> float:
@@ -191,7 +233,7 @@ def _print(measurement: str, **figures: float) -> None:
 def main() -> None:
     """Run all measurements."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--gap-s", type=float, default=0.05)
     options = parser.parse_args()

@@ -35,6 +35,14 @@ class Harness(Protocol):
         """The log."""
         ...
 
+    def inject(self, producer: LogProducer, record: Record) -> None:
+        """Put a record of the producer's lane into the log as faulty networks and disks would: in any order."""
+        ...
+
+    def settle(self, producer: LogProducer) -> None:
+        """Return once the log dealt with what was injected, as far as it can."""
+        ...
+
     def accept_loss(self, lane: Lane, through: int) -> None:
         """What an operator does about a gap."""
         ...
@@ -46,6 +54,12 @@ class MemoryHarness:
 
     log: MemoryLog = field(default_factory=lambda: MemoryLog(limits=LIMITS))
 
+    def inject(self, producer: LogProducer, record: Record) -> None:
+        producer.send(record)
+
+    def settle(self, producer: LogProducer) -> None:
+        producer.flush("logged", 10)
+
     def accept_loss(self, lane: Lane, through: int) -> None:
         self.log.accept_loss(lane, through)
 
@@ -56,6 +70,12 @@ class EmbeddedHarness:
 
     lake: Lake
     log: EmbeddedLog
+
+    def inject(self, producer: LogProducer, record: Record) -> None:
+        producer.send(record)
+
+    def settle(self, producer: LogProducer) -> None:
+        producer.flush("logged", 10)
 
     def accept_loss(self, lane: Lane, through: int) -> None:
         accept_loss(self.lake, lane, through)
@@ -94,10 +114,20 @@ def log(harness: Harness) -> EventLog:
 
 @dataclass
 class Lanes:
-    """Makes stamped records of one producer, as a recorder would, and keeps what it made."""
+    """Makes stamped records of one producer, as a recorder would, and puts them into the log."""
 
     producer: LogProducer
+    harness: Harness
     next_seq: dict[str, int] = field(default_factory=dict)
+
+    def inject(self, *records: Record) -> None:
+        """Put records into the log in this order, whatever it is."""
+        for record in records:
+            self.harness.inject(self.producer, record)
+
+    def settle(self) -> None:
+        """Return once the log dealt with what was injected."""
+        self.harness.settle(self.producer)
 
     def record(self, kind: str, num_rows: int = 1, *, first_seq: int | None = None, **columns: Any) -> Record:
         """The next record of the lane (or the one that starts at ``first_seq``); not sent."""
@@ -160,11 +190,14 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
 
 
 @pytest.fixture
-def tools() -> Any:
+def tools(harness: Harness) -> Any:
     """The helpers of this file, for tests that cannot import a conftest."""
 
     class Tools:
-        lanes = Lanes
+        @staticmethod
+        def lanes(producer: LogProducer) -> Lanes:
+            return Lanes(producer, harness)
+
         read_back = staticmethod(read_back)
         wait_for = staticmethod(wait_for)
 

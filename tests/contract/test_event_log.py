@@ -12,9 +12,9 @@ import pytest
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.log import EventLog, LogProducer, LogReader
 from rolltape.ingest.recorder import Recorder
-from rolltape.schema.codec import Record, encode
+from rolltape.schema.codec import Record, encode, make_record
 from rolltape.schema.cursor import Cursor, Partition
-from rolltape.schema.errors import FlushTimeout, LaneGapError, ProducerFencedError
+from rolltape.schema.errors import ProducerFencedError
 from rolltape.schema.validate import Limits
 
 ROLLOUT = Partition("rollout", 0)
@@ -111,9 +111,9 @@ def test_a_resent_record_adds_nothing(log: EventLog, tools: Any) -> None:
     lanes = tools.lanes(log.producer("p"))
     records = [action(tools, lanes, "t", number) for number in range(3)]
     for record in [*records, records[1], records[0], *records]:
-        lanes.producer.send(record)
-    lanes.producer.send(action(tools, lanes, "t", 3))
-    lanes.producer.flush("logged", 10)
+        lanes.inject(record)
+    lanes.inject(action(tools, lanes, "t", 3))
+    lanes.settle()
     back = tools.read_back(log)
     assert [row["lane_seq"] for row in back.of("action_sampled")] == [0, 1, 2, 3]
     assert back.of("dead_letter") == []
@@ -123,11 +123,9 @@ def test_of_a_record_that_is_known_in_part_the_rest_is_taken(log: EventLog, tool
     lanes = tools.lanes(log.producer("p"))
     ids = {"trajectory_id": ["a", "b", "c", "d"], "attempt": 0, "problem_id": "q", "purpose": "train"}
     whole = lanes.batch("rollout_dispatched", 4, **ids)
-    from rolltape.schema.codec import make_record
-
-    lanes.producer.send(make_record(whole.slice(0, 2)))
-    lanes.producer.send(make_record(whole))
-    lanes.producer.flush("logged", 10)
+    lanes.inject(make_record(whole.slice(0, 2)))
+    lanes.inject(make_record(whole))
+    lanes.settle()
     rows = tools.read_back(log).of("rollout_dispatched")
     assert [row["trajectory_id"] for row in rows] == ["a", "b", "c", "d"]
     assert len({row["event_id"] for row in rows}) == 4
@@ -137,16 +135,13 @@ def test_a_gap_stops_its_lane_alone_and_an_alarm_names_the_range(log: EventLog, 
     lanes, other = tools.lanes(log.producer("p")), tools.lanes(log.producer("q"))
     records = [action(tools, lanes, "t", number) for number in range(6)]
     for record in (records[0], records[4], records[5]):
-        lanes.producer.send(record)
-    other.producer.send(action(tools, other, "u"))
-    other.producer.flush("logged", 10)
+        lanes.inject(record)
+    other.inject(action(tools, other, "u"))
+    other.settle()
     alarm = tools.wait_for(lambda: tools.read_back(log).of("alarm_raised"))[0]
     assert alarm["alarm"] == "lane_gap"
     assert "p epoch 1 on rollout/0" in alarm["detail"]
     assert "1 to 3 are missing" in alarm["detail"]
-    assert lanes.producer.acknowledged(ROLLOUT) == 0
-    with pytest.raises((FlushTimeout, LaneGapError)):
-        lanes.producer.flush("logged", 0.05)
     assert {row["trajectory_id"] for row in tools.read_back(log).of("action_sampled")} == {"t", "u"}
 
 
@@ -154,8 +149,8 @@ def test_a_lane_goes_on_in_order_once_the_missing_records_come(log: EventLog, to
     lanes = tools.lanes(log.producer("p"))
     records = [action(tools, lanes, "t", number) for number in range(6)]
     for number in (3, 4, 5, 0, 1, 2, 1):
-        lanes.producer.send(records[number])
-    lanes.producer.flush("logged", 10)
+        lanes.inject(records[number])
+    lanes.settle()
     back = tools.read_back(log)
     assert [row["lane_seq"] for row in back.of("action_sampled")] == [0, 1, 2, 3, 4, 5]
     assert back.offsets[ROLLOUT] == list(range(6))
@@ -165,17 +160,17 @@ def test_an_accepted_loss_is_a_dead_letter_and_the_lane_goes_on(harness: Any, lo
     lanes = tools.lanes(log.producer("p"))
     records = [action(tools, lanes, "t", number) for number in range(5)]
     for record in (records[0], records[3], records[4]):
-        lanes.producer.send(record)
+        lanes.inject(record)
     tools.wait_for(lambda: tools.read_back(log).of("alarm_raised"))
     harness.accept_loss(Lane("p", lanes.producer.epoch, "rollout", 0), 2)
-    lanes.producer.flush("logged", 10)
+    lanes.settle()
     back = tools.read_back(log)
     letter = back.of("dead_letter")[0]
     assert (letter["reason"], letter["first_lane_seq"], letter["last_lane_seq"]) == ("lane_gap_accepted", 1, 2)
     assert letter["source_producer_id"] == "p"
     assert [row["lane_seq"] for row in back.of("action_sampled")] == [0, 3, 4]
-    lanes.producer.send(records[1])
-    lanes.producer.flush("logged", 10)
+    lanes.inject(records[1])
+    lanes.settle()
     assert len(tools.read_back(log).of("action_sampled")) == 3
 
 
@@ -213,9 +208,9 @@ def test_other_bytes_at_a_known_place_of_a_lane_are_kept_as_a_conflict(log: Even
     first = action(tools, lanes, "t", 0)
     other = action(tools, lanes, "t", 0, first_seq=0, token_ids=[[9, 9, 9]])
     for record in (first, other, other, first):
-        lanes.producer.send(record)
-    lanes.producer.send(action(tools, lanes, "t", 1))
-    lanes.producer.flush("logged", 10)
+        lanes.inject(record)
+    lanes.inject(action(tools, lanes, "t", 1))
+    lanes.settle()
     back = tools.read_back(log)
     assert [row["token_ids"] for row in back.of("action_sampled")] == [[1, 2, 3]] * 2
     letters = back.of("dead_letter")
@@ -225,11 +220,11 @@ def test_other_bytes_at_a_known_place_of_a_lane_are_kept_as_a_conflict(log: Even
 
 def test_one_event_id_with_two_contents_is_a_conflict_on_any_lane(log: EventLog, tools: Any) -> None:
     lanes, other = tools.lanes(log.producer("p")), tools.lanes(log.producer("q"))
-    lanes.producer.send(action(tools, lanes, "t", 0, event_id="same"))
-    lanes.producer.flush("logged", 10)
-    other.producer.send(action(tools, other, "t", 0, event_id="same", rollout_log_probs=[[-0.1, -0.2, -0.4]]))
-    other.producer.send(action(tools, other, "t", 1))
-    other.producer.flush("logged", 10)
+    lanes.inject(action(tools, lanes, "t", 0, event_id="same"))
+    lanes.settle()
+    other.inject(action(tools, other, "t", 0, event_id="same", rollout_log_probs=[[-0.1, -0.2, -0.4]]))
+    other.inject(action(tools, other, "t", 1))
+    other.settle()
     back = tools.read_back(log)
     assert [row["event_index"] for row in back.of("action_sampled")] == [0, 1]
     letter = back.of("dead_letter")[0]
@@ -240,23 +235,22 @@ def test_one_event_id_with_two_contents_is_a_conflict_on_any_lane(log: EventLog,
 def test_the_same_event_again_on_another_lane_adds_nothing(log: EventLog, tools: Any) -> None:
     lanes, other = tools.lanes(log.producer("p")), tools.lanes(log.producer("q"))
     content = {"event_id": "same", "rollout_log_probs": [[math.nan, -0.0, -0.3]]}
-    lanes.producer.send(action(tools, lanes, "t", 0, **content))
-    lanes.producer.flush("logged", 10)
-    other.producer.send(action(tools, other, "t", 0, **content))
-    other.producer.send(action(tools, other, "t", 1))
-    other.producer.flush("logged", 10)
+    lanes.inject(action(tools, lanes, "t", 0, **content))
+    lanes.settle()
+    other.inject(action(tools, other, "t", 0, **content))
+    other.inject(action(tools, other, "t", 1))
+    other.settle()
     back = tools.read_back(log)
     assert [row["event_index"] for row in back.of("action_sampled")] == [0, 1]
     assert back.of("dead_letter") == []
-    assert other.producer.acknowledged(ROLLOUT) == 1
     assert back.offsets[ROLLOUT] == [0, 1]
 
 
 def test_one_event_id_twice_in_a_record_is_taken_once(log: EventLog, tools: Any) -> None:
     lanes = tools.lanes(log.producer("p"))
     ids = {"trajectory_id": ["a", "a", "b"], "attempt": 0, "problem_id": "q", "purpose": "train"}
-    lanes.producer.send(lanes.record("rollout_dispatched", 3, event_id=["x", "x", "x"], **ids))
-    lanes.producer.flush("logged", 10)
+    lanes.inject(lanes.record("rollout_dispatched", 3, event_id=["x", "x", "x"], **ids))
+    lanes.settle()
     back = tools.read_back(log)
     assert [row["trajectory_id"] for row in back.of("rollout_dispatched")] == ["a"]
     assert [letter["reason"] for letter in back.of("dead_letter")] == ["conflict"]
@@ -305,11 +299,11 @@ def test_a_record_that_cannot_be_read_is_accounted_for(
     log: EventLog, tools: Any, spoil: Any, reason: str, num_lost: int
 ) -> None:
     lanes = tools.lanes(log.producer("p"))
-    lanes.producer.send(action(tools, lanes, "t", 0))
+    lanes.inject(action(tools, lanes, "t", 0))
     bad = spoil(action(tools, lanes, "t", 1))
-    lanes.producer.send(bad)
-    lanes.producer.send(action(tools, lanes, "u", 0, first_seq=1 + num_lost))
-    lanes.producer.flush("logged", 10)
+    lanes.inject(bad)
+    lanes.inject(action(tools, lanes, "u", 0, first_seq=1 + num_lost))
+    lanes.settle()
     back = tools.read_back(log)
     assert [row["trajectory_id"] for row in back.of("action_sampled")] == ["t", "u"]
     (letter,) = back.of("dead_letter")
@@ -339,8 +333,8 @@ def test_text_that_is_no_utf8_is_refused_by_row(log: EventLog, tools: Any) -> No
     )
     good = lanes.record("problem_registered", first_seq=0, problem_id="x")
     headers = replace(good.headers, num_rows=3, last_lane_seq=2)
-    lanes.producer.send(replace(good, headers=headers, value=encode(spoiled)))
-    lanes.producer.flush("logged", 10)
+    lanes.inject(replace(good, headers=headers, value=encode(spoiled)))
+    lanes.settle()
     back = tools.read_back(log)
     assert [row["problem_id"] for row in back.of("problem_registered")] == ["a", "c"]
     (letter,) = back.of("dead_letter")
@@ -371,8 +365,8 @@ def test_a_row_that_breaks_its_spec_is_refused_alone(
         rollout_log_probs=[[-1.0], [-0.5] * num_log_probs, [-3.0]],
         action_kind="execution",
     )
-    lanes.producer.send(record)
-    lanes.producer.flush("logged", 10)
+    lanes.inject(record)
+    lanes.settle()
     back = tools.read_back(log)
     assert [row["trajectory_id"] for row in back.of("action_sampled")] == ["a", "c"]
     (letter,) = back.of("dead_letter")
@@ -387,8 +381,8 @@ def test_a_row_that_breaks_its_spec_is_refused_alone(
 def test_strange_log_probs_are_stored_as_they_are(log: EventLog, tools: Any) -> None:
     lanes = tools.lanes(log.producer("p"))
     values = [-0.1, None, math.nan, math.inf, -math.inf, 0.5, -9999.0, 0.0, -0.0]
-    lanes.producer.send(action(tools, lanes, "t", 0, token_ids=[list(range(9))], rollout_log_probs=[values]))
-    lanes.producer.flush("logged", 10)
+    lanes.inject(action(tools, lanes, "t", 0, token_ids=[list(range(9))], rollout_log_probs=[values]))
+    lanes.settle()
     back = tools.read_back(log)
     assert back.of("dead_letter") == []
     (row,) = back.of("action_sampled")

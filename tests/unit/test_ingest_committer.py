@@ -23,7 +23,14 @@ from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.build import build_batch
 from rolltape.schema.codec import Record, make_record
 from rolltape.schema.cursor import Partition
-from rolltape.schema.errors import CommitterFencedError, ConfigError, FlushTimeout, StorageFullError, StoreError
+from rolltape.schema.errors import (
+    CommitterFencedError,
+    ConfigError,
+    FlushTimeout,
+    LaneGapError,
+    StorageFullError,
+    StoreError,
+)
 from rolltape.store.lake import Lake
 
 QUICK = CommitterOptions(rescan_s=1e-6, linger_s=0.0, maintenance=False)
@@ -151,6 +158,43 @@ def test_a_commit_whose_answer_was_lost_is_harmless(
     assert committer.run_once()
     assert indexes(lake) == [0, 1]
     assert lake.snapshot().transactions["log/rollout/0"] == 1
+
+
+def test_a_flush_of_a_lane_that_stands_still_names_the_range(
+    lake: Lake, log: EmbeddedLog, committer: Committer
+) -> None:
+    producer = log.producer("p")
+    for number in (0, 4):
+        producer.send(record(number))
+    committer.run_once()
+    assert producer.acknowledged(ROLLOUT) == 0
+    with pytest.raises(LaneGapError, match="1 to 3 are missing"):
+        producer.flush("logged", 0.0)
+    for number in (1, 2, 3):
+        producer.send(record(number))
+    committer.drain()
+    producer.flush("logged", 0.0)
+    assert indexes(lake) == [0, 1, 2, 3, 4]
+    producer.send(record(5))
+    with pytest.raises(FlushTimeout, match="the committer is behind"):
+        producer.flush("logged", 0.0)
+
+
+def test_a_gap_survives_a_restart_and_is_alarmed_once(lake: Lake, log: EmbeddedLog) -> None:
+    producer = log.producer("p")
+    for number in (0, 2, 3):
+        producer.send(record(number))
+    for _ in range(3):
+        opened = Committer(Lake.open(lake.location), QUICK)
+        opened.run_once()
+        opened.run_once()
+        opened.close()
+    assert lake.read("alarm_raised").num_rows == 1
+    producer.send(record(1))
+    opened = Committer(Lake.open(lake.location), QUICK)
+    opened.drain()
+    opened.close()
+    assert indexes(lake) == [0, 1, 2, 3]
 
 
 def test_a_damaged_spool_value_becomes_a_dead_letter(lake: Lake, log: EmbeddedLog, committer: Committer) -> None:

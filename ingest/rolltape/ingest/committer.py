@@ -101,7 +101,8 @@ class Committer:
         self._options = options or CommitterOptions()
         try:
             make_folder(producers_folder(lake.spool_path))
-            lock = FileLock.acquire(lake.spool_path / COMMITTER_LOCK)
+            # Others look for an instant whether it is held (rolltape.ingest.locks.is_locked).
+            lock = FileLock.acquire(lake.spool_path / COMMITTER_LOCK, wait_s=0.05)
         except OSError as error:
             raise spool_error(error, lake.spool_path) from error
         if lock is None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from rolltape.ingest.committer import Committer, CommitterMode, CommitterOptions
-from rolltape.ingest.lanes import NOTHING, Lane, newest_epoch
+from rolltape.ingest.lanes import NOTHING, Lane, lane_marks, newest_epoch
 from rolltape.ingest.locks import is_locked
 from rolltape.ingest.log import Level, LogReader
 from rolltape.ingest.spool import SpoolWriter
@@ -92,13 +92,15 @@ class EmbeddedLog:
         if self._host is not None:
             self._host.check()
 
-    def explain_delay(self, producer_id: str) -> str:
+    def explain_delay(self, producer_id: str, lanes: Collection[Lane] = ()) -> str:
         """Why something may not have been committed in time, for error messages."""
-        alarms = self.lake.read("alarm_raised").to_pylist()
-        gaps = [str(row["alarm_raised"]["detail"]) for row in alarms if row["alarm_raised"]["alarm"] == "lane_gap"]
-        own = [detail for detail in gaps if detail.startswith(f"lane {producer_id} ")]
-        if own:
-            return own[-1]
+        transactions = self._marks.snapshot().transactions
+        marks = dict.fromkeys(lanes, NOTHING) | lane_marks(transactions)
+        own = {lane: mark for lane, mark in marks.items() if lane.producer_id == producer_id}
+        alarms = [row["alarm_raised"] for row in self.lake.read("alarm_raised").to_pylist()]
+        for detail in (str(alarm["detail"]) for alarm in alarms if alarm["alarm"] == "lane_gap"):
+            if any(detail.startswith(f"lane {lane}: expected lane_seq {mark + 1},") for lane, mark in own.items()):
+                return detail
         if not is_locked(self.lake.spool_path / COMMITTER_LOCK):
             return (
                 f"no committer runs for {self.lake.location}: start one (python -m rolltape.ingest.committer), or open "
@@ -144,6 +146,8 @@ class CommitterHost:
         self._thread.start()
 
     def _try_start(self, *, insist: bool) -> Committer | None:
+        if not insist and is_locked(self._lake.spool_path / COMMITTER_LOCK):
+            return None
         try:
             # A handle of its own: nobody waits for the lake's lock while a commit is written.
             return Committer(Lake.open(self._lake.location), self._options, limits=self._limits)
@@ -244,7 +248,7 @@ class EmbeddedProducer:
         self._refresh()
 
     def _late(self, what: str) -> FlushTimeout | LaneGapError:
-        why = self._log.explain_delay(self.producer_id)
+        why = self._log.explain_delay(self.producer_id, list(self._sent))
         kind = LaneGapError if why.startswith("lane ") else FlushTimeout
         return kind(f"producer {self.producer_id!r}: expected {what}; {why}. Nothing is lost: the spool keeps it")
 
