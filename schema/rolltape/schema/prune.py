@@ -8,6 +8,7 @@ types of what remains are looked up by what is present, since making Arrow types
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -38,10 +39,11 @@ class Part(NamedTuple):
 class Variants(Generic[Made]):
     """What was made for each set of present fields: at most :data:`_MAX_VARIANTS`, numbered from 1."""
 
-    __slots__ = ("_made",)
+    __slots__ = ("_made", "_numbers")
 
     def __init__(self) -> None:
         self._made: dict[tuple[tuple[int, int], ...], tuple[int, Made]] = {}
+        self._numbers = itertools.count(1)
 
     def get(self, parts: Sequence[tuple[int, Part]], make: Callable[[], Made]) -> tuple[int, Made]:
         """The number and the thing for ``parts`` (index and part of each present field), made at its first use."""
@@ -50,8 +52,8 @@ class Variants(Generic[Made]):
             return found
         if len(self._made) >= _MAX_VARIANTS or any(variant == _UNCACHED for _, variant in key):
             return _UNCACHED, make()
-        self._made[key] = (len(self._made) + 1, make())
-        return self._made[key]
+        # Numbers from a counter and one winner for a key: two threads never give one number to two sets of fields.
+        return self._made.setdefault(key, (next(self._numbers), make()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,8 +73,9 @@ class Node:
         if self.is_list:
             return self._prune_list(array)
         # A configuration is one array for all batches that name it, so it is pruned once.
-        if self.newest and self.newest[0][0] is array:
-            return self.newest[0][1]
+        for known, part in tuple(self.newest):
+            if known is array:
+                return part
         part = self.prune_struct(array, array.flatten())
         if len(array) <= _REMEMBERED_ROWS:
             self.newest[:] = [(array, part)]
