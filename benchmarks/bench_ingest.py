@@ -232,7 +232,7 @@ def _print(measurement: str, **figures: float) -> None:
 
 def main() -> None:
     """Run all measurements."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="What recording costs and how fast it is seen.")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--rollouts", type=int, default=200)
     parser.add_argument("--gap-s", type=float, default=0.05)

@@ -23,6 +23,7 @@ from rolltape.schema.errors import (
     UnknownKindError,
     ValidationError,
 )
+from rolltape.schema.validate import Limits
 
 
 def rows(log: MemoryLog, kind: str) -> list[dict[str, Any]]:
@@ -78,6 +79,46 @@ def test_a_refused_event_is_counted_and_warned_of(caplog: pytest.LogCaptureFixtu
     assert letter["dead_letter"]["source_event_id"] == event_id
     assert (recorder.num_recorded, recorder.num_refused) == (0, 1)
     assert "1 of 1 rollout_ended events became dead letters" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"trajectory_id": "t\udcff"}, "broken_utf8"),
+        ({"group_id": b"\xff"}, "broken_utf8"),
+        ({"trajectory_id": 5}, "bad_value"),
+        ({"trajectory_id": None}, "missing_field"),
+        ({"attempt": "first"}, "bad_value"),
+        ({"attempt": 2**40}, "bad_value"),
+        ({"event_index": 2**40}, "bad_value"),
+        ({"event_id": 7}, "bad_value"),
+        ({"prompt_token_ids": [1, "x"]}, "bad_value"),
+        ({"prompt_token_ids": [1, 2**31]}, "id_overflow"),
+        ({"prompt_token_ids": [1, -1]}, "negative_id"),
+        ({"prompt_token_ids": [1, 100]}, "out_of_vocabulary"),
+        ({"prompt_text": object()}, "bad_value"),
+    ],
+)
+def test_whatever_comes_is_kept_and_the_next_event_goes_on(fields: dict[str, Any], reason: str) -> None:
+    log = MemoryLog()
+    with Recorder(log, producer_id="p", run_id="r", limits=Limits(vocab_size=100)) as recorder:
+        recorder.record("rollout_started", **{"trajectory_id": "t", "attempt": 0, **fields})
+        recorder.record("rollout_started", trajectory_id="u", attempt=0)
+    (letter,) = rows(log, "dead_letter")
+    assert letter["dead_letter"]["reason"] == reason
+    assert letter["dead_letter"]["payload"]
+    assert letter["dead_letter"]["detail"]
+    assert (letter["log_topic"], letter["lane_seq"]) == ("rollout", 0)
+    (row,) = rows(log, "rollout_started")
+    assert (row["lane_seq"], row["event_index"]) == (1, 0)
+
+
+def test_an_index_that_no_event_can_have_does_not_become_the_next_one() -> None:
+    log = MemoryLog()
+    with Recorder(log, producer_id="p", run_id="r") as recorder:
+        recorder.record("rollout_started", trajectory_id="t", attempt=0, event_index=2**40)
+        recorder.record("rollout_started", trajectory_id="t", attempt=0)
+    assert [row["event_index"] for row in rows(log, "rollout_started")] == [0]
 
 
 def test_numpy_columns_come_through_bit_for_bit() -> None:

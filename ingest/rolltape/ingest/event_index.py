@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 _MAX_ENDED: Final = 65_536
+_INDEX_LIMIT: Final = 2**31
 
 Attempt = tuple[Any, Any]
 
@@ -49,7 +50,8 @@ class AttemptCounters:
     def advance(self, columns: Mapping[str, Any], indexes: Any, num_rows: int, *, ended: bool) -> None:
         """Count rows that took ``indexes``; ``ended`` says that they were the attempts' last."""
         for attempt, index in zip(_attempts(columns, num_rows), as_list(indexes, num_rows), strict=True):
-            if not isinstance(index, int):
+            # An index that no event can have is refused with its row and must not become the attempt's next one.
+            if not isinstance(index, int) or not 0 <= index < _INDEX_LIMIT:
                 continue
             following = max(index + 1, self._next.pop(attempt, 0), self._ended.pop(attempt, 0))
             if ended:
