@@ -99,8 +99,8 @@ class LakeSource:
         self.snapshot = lake.snapshot() if snapshot is None else snapshot
 
     def key(self) -> tuple[str, int] | None:
-        """The table's URL and version."""
-        return self.lake.table.url, self.snapshot.version
+        """The table, by its place and id (a table may be made anew at one place), and its version."""
+        return f"{self.lake.table.url}#{self.snapshot.table_id}", self.snapshot.version
 
     def kind(self, kind: str, as_of: Cursor | None) -> Rows:
         """A dataset over the kind's data files; conditions on bounded columns skip files."""

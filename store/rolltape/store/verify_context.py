@@ -43,7 +43,8 @@ class Context:
         self.transactions = transactions
         self.location = location
         self.trajectory_ids = None if since is None else self._new_trajectories(source, since)
-        self._workspace = Workspace(source, trajectory_ids=self.trajectory_ids)
+        # What is verified is what lies in the files now, not what a statement folded before.
+        self._workspace = Workspace(source, trajectory_ids=self.trajectory_ids, share_folds=False)
 
     def new(self, alias: str = "") -> str:
         """The condition that a row of an event view is new."""

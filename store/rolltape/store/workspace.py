@@ -39,6 +39,7 @@ class Workspace:
         as_of: only rows before this cursor exist; None: all rows.
         run_id: fold only this run (``trajectories``, ``segments`` and what builds on them).
         trajectory_ids: fold only these trajectories.
+        share_folds: take a fold that another workspace made of the same state, and leave one for the next.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Workspace:
         as_of: Cursor | None = None,
         run_id: str | None = None,
         trajectory_ids: Collection[str] | None = None,
+        share_folds: bool = True,
     ) -> None:
         self.source = source
         self.as_of = as_of
         self._run_id = run_id
         self._trajectory_ids = None if trajectory_ids is None else tuple(sorted(trajectory_ids))
+        self._share_folds = share_folds
         self._session = Session()
         self._created: set[str] = set()
 
@@ -95,8 +98,8 @@ class Workspace:
             self._created.add(name)
 
     def fold(self) -> Fold:
-        """Trajectories and segments of this workspace; shared with other workspaces of the same state."""
-        key = self.source.key()
+        """Trajectories and segments of this workspace."""
+        key = self.source.key() if self._share_folds else None
         if key is None:
             return self._fold()
         return _FOLDS.get((*key, str(self.as_of), self._run_id, self._trajectory_ids), self._fold)
