@@ -89,7 +89,8 @@ class _FirstFailure:
     def pytest_collectreport(self, report: object) -> None:
         """A module that cannot be imported counts as failed."""
         if getattr(report, "failed", False):
-            self.failed.append(str(getattr(report, "nodeid", "")))
+            reason = str(getattr(report, "longreprtext", "")).strip().rpartition("\n")[2]
+            self.failed.append(f"{getattr(report, 'nodeid', '')}: {reason}")
 
 
 def copy_room(room: str, folder: Path) -> Path:
@@ -114,7 +115,8 @@ def _run_tests(folder: str, tests: tuple[str, ...], connection: Connection) -> N
     """In a forked process: run the tests against the copy and send the failures back."""
     import pytest
 
-    sys.path.insert(0, folder)
+    # The copy first; the root, because tests name each other from there.
+    sys.path[:0] = [folder, str(ROOT)]
     sys.dont_write_bytecode = True
     plugin = _FirstFailure()
     options = ["-q", "-x", "-p", "no:cacheprovider", "--hypothesis-seed=0"]
@@ -153,15 +155,18 @@ def judge(folder: Path, tests: tuple[str, ...], timeout_s: float = 120.0) -> Out
 
 def preload() -> None:
     """Import what every run needs once, so that a fork costs nothing; never a room that may be mutated."""
+    import deltalake
+    import duckdb
     import hypothesis
+    import pandas as pd
+    import pyarrow.compute
+    import pyarrow.fs
     import pytest
     import torch
     import transformers.models.gpt_bigcode.modeling_gpt_bigcode
 
-    import rolltape.store.location
-
-    assert all((hypothesis, pytest, torch, transformers, rolltape.store.location))
-    loaded = sorted(name for name in sys.modules if name.startswith(("rolltape.trainers", "rolltape.numerics")))
+    assert all((deltalake, duckdb, hypothesis, pd, pyarrow, pytest, torch, transformers))
+    loaded = sorted(name for name in sys.modules if name.startswith("rolltape."))
     assert not loaded, f"imported before they could be mutated: {loaded}"
 
 
