@@ -16,6 +16,7 @@ import pytest
 from rolltape.ingest.frames import HEAD_BYTES, decode_frame, encode_frame, parse_head
 from rolltape.ingest.locks import FileLock, is_locked
 from rolltape.ingest.spool import SpoolWriter
+from rolltape.ingest.spool_layout import WatchedFolder
 from rolltape.ingest.spool_reader import Place, ProducerReader, end_of_frames
 from rolltape.schema.codec import Headers, Record
 from rolltape.schema.errors import CodecError, ConfigError, ProducerFencedError, StorageFullError
@@ -270,3 +271,14 @@ def test_a_lock_is_not_inherited_by_a_fork(tmp_path: Path) -> None:
 
 def test_places_are_ordered() -> None:
     assert Place(0, 900) < Place(1, 0) < Place(1, 8)
+
+
+def test_a_watched_folder_is_listed_again_only_after_a_change(tmp_path: Path) -> None:
+    watched = WatchedFolder(tmp_path)
+    os.utime(tmp_path, (1_000, 1_000))
+    assert [watched.changed(), watched.changed()] == [True, False]
+    (tmp_path / "new").touch()
+    assert [watched.changed(), watched.changed()] == [True, True]  # too fresh to be sure that nothing else came
+    os.utime(tmp_path, (2_000, 2_000))
+    assert [watched.changed(), watched.changed()] == [True, False]
+    assert WatchedFolder(tmp_path / "missing").changed()

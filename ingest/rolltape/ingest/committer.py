@@ -24,7 +24,14 @@ from rolltape.ingest.archive import Archive, Outcome
 from rolltape.ingest.conflicts import rows_by_id
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.locks import FileLock
-from rolltape.ingest.spool_layout import COMMITTER_LOCK, LOSSES, make_folder, producers_folder, spool_error
+from rolltape.ingest.spool_layout import (
+    COMMITTER_LOCK,
+    LOSSES,
+    WatchedFolder,
+    make_folder,
+    producers_folder,
+    spool_error,
+)
 from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
 from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError
@@ -113,6 +120,8 @@ class Committer:
         self._lock = lock
         self.archive = Archive(LakeTarget(lake), limits=limits)
         self._producers: dict[str, ProducerReader] = {}
+        self._busy: list[ProducerReader] = []
+        self._watched = WatchedFolder(producers_folder(lake.spool_path))
         self._parked: dict[Lane, tuple[EpochReader, Place]] = {}
         self._last_rescan = 0.0
         self._upkeep = Upkeep(lake) if self._options.maintenance else None
@@ -145,7 +154,7 @@ class Committer:
         started = time.monotonic()
         num_bytes, quiet_since = 0, started
         while num_bytes < self._options.max_commit_bytes:
-            taken = sum(self._offer_from(producer) for producer in list(self._producers.values()))
+            taken = sum(self._offer_from(producer) for producer in self._busy)
             self._resume_lanes()
             now = time.monotonic()
             if taken:
@@ -178,7 +187,7 @@ class Committer:
         oldest: dict[int, Place] = {}
         for epoch, place in self._parked.values():
             oldest[id(epoch)] = min(place, oldest.get(id(epoch), place))
-        for producer in self._producers.values():
+        for producer in self._busy:
             for epoch in producer.epochs():
                 epoch.confirm(oldest.get(id(epoch), epoch.place))
 
@@ -194,12 +203,15 @@ class Committer:
         if now - self._last_rescan < self._options.rescan_s:
             return
         self._last_rescan = now
-        for folder in producers_folder(self._lake.spool_path).iterdir():
-            if folder.name not in self._producers:
-                self._producers[folder.name] = ProducerReader(folder)
+        if self._watched.changed():
+            for folder in self._watched.path.iterdir():
+                if folder.name not in self._producers:
+                    self._producers[folder.name] = ProducerReader(folder)
         for producer in self._producers.values():
             producer.rescan()
             producer.forget_drained()
+        # Spools of producers that came and went stay as empty folders; only these are polled.
+        self._busy = [producer for producer in self._producers.values() if not producer.is_idle]
         self._accept_losses()
 
     def _accept_losses(self) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ EPOCH: Final = "EPOCH"
 CLOSED: Final = "CLOSED"
 SEGMENT_SUFFIX: Final = ".frames"
 
+_COARSEST_CLOCK_NS: Final = 2_000_000_000
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _READ_ONLY: Final = {errno.EROFS, errno.EACCES, errno.EPERM}
 LOSSES: Final = "losses"
@@ -78,6 +80,27 @@ def make_folder(folder: Path) -> None:
     for path in reversed([path for path in missing if not path.exists()]):
         path.mkdir(exist_ok=True)
         sync_folder(path.parent)
+
+
+class WatchedFolder:
+    """Tells whether names may have come or gone in a folder, for the price of one ``stat``."""
+
+    def __init__(self, path: Path) -> None:
+        """Nothing was looked at yet."""
+        self.path = path
+        self._seen_ns = -1
+
+    def changed(self) -> bool:
+        """Whether the folder has to be listed (again)."""
+        try:
+            modified_ns = self.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return True
+        # Clocks of file systems are coarse: a change just after a listing may not move the time.
+        settled = time.time_ns() - modified_ns > _COARSEST_CLOCK_NS
+        unchanged = settled and modified_ns == self._seen_ns
+        self._seen_ns = modified_ns if settled else -1
+        return not unchanged
 
 
 def spool_error(error: OSError, path: Path) -> Exception:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import pyarrow as pa
 
 from rolltape.ingest.frames import HEAD_BYTES, MAGIC, DecodedFrame, decode_frame, parse_head
-from rolltape.ingest.spool_layout import CLOSED, epoch_name, epochs_of, segment_name, segments_of
+from rolltape.ingest.spool_layout import CLOSED, WatchedFolder, epoch_name, epochs_of, segment_name, segments_of
 from rolltape.schema.codec import Record
 from rolltape.schema.errors import CodecError
 
@@ -97,9 +97,11 @@ class EpochReader:
         """Start at the oldest segment that is there."""
         self.epoch = epoch
         self._folder = folder
+        self._watched = WatchedFolder(folder)
         self._read = START
         self._confirmed = START
-        self._segments = segments_of(folder)
+        self._segments: list[int] = []
+        self.rescan()
         self._fd: int | None = None
         self._fd_segment = -1
 
@@ -110,7 +112,8 @@ class EpochReader:
 
     def rescan(self) -> None:
         """Look for new segments."""
-        self._segments = segments_of(self._folder)
+        if self._watched.changed():
+            self._segments = segments_of(self._folder)
 
     def read(self, max_bytes: int) -> list[SpooledRecord]:
         """Frames that are there, up to about ``max_bytes`` (at least one)."""
@@ -189,7 +192,7 @@ class EpochReader:
 
     def is_drained(self) -> bool:
         """Whether everything that is there now was read and confirmed."""
-        self.rescan()
+        self._segments = segments_of(self._folder)
         if not self._segments:
             return True
         size = (self._folder / segment_name(self._segments[-1])).stat().st_size
@@ -212,14 +215,16 @@ class ProducerReader:
         """Find the epochs that are there."""
         self.producer_id = folder.name
         self._folder = folder
+        self._watched = WatchedFolder(folder)
         self._epochs: dict[int, EpochReader] = {}
         self.rescan()
 
     def rescan(self) -> None:
         """Look for new epochs and segments."""
-        for epoch in epochs_of(self._folder):
-            if epoch not in self._epochs:
-                self._epochs[epoch] = EpochReader(self._folder / epoch_name(epoch), epoch)
+        if self._watched.changed():
+            for epoch in epochs_of(self._folder):
+                if epoch not in self._epochs:
+                    self._epochs[epoch] = EpochReader(self._folder / epoch_name(epoch), epoch)
         for reader in self._epochs.values():
             reader.rescan()
 
@@ -237,6 +242,11 @@ class ProducerReader:
             if max_bytes <= 0:
                 break
         return found
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no epoch to read."""
+        return not self._epochs
 
     def forget_drained(self) -> None:
         """Delete epochs that are over (closed in order, or a newer one exists) and drained."""
