@@ -3,7 +3,8 @@
 * ``commit``: 2,048 rollouts from memory into one durable commit, against ``torch.save`` (synced too) and JSON lines in
   gzip of the same content. Token ids are words of real text (GSM8K solutions), log-probs are drawn from those of a real
   engine (NeMo Gym), with a jitter of 1 % so that no bit pattern repeats.
-* ``versions``: the time of one commit around version 100 and around version 1,000, with maintenance running.
+* ``versions``: the time of one commit around version 100 and around version 1,000, with maintenance running, measured
+  by turns on two lakes.
 * ``control``: a data file of four control events: its bytes, and what it adds to a commit.
 * ``read``: tokens a second out of the lake (every file opened anew) and out of the recent window.
 
@@ -18,7 +19,6 @@ import json
 import os
 import pathlib
 import re
-import statistics
 import sys
 import tempfile
 import time
@@ -152,8 +152,15 @@ def events_of(rollouts: Rollouts, first_offset: int = 0) -> dict[str, pa.Table]:
         "reward_assigned": {"state": "earned", "scalar": rollouts.rewards, "scalariser_version": "1"},
     }
     return {
-        kind: stamped(kind, num_rows, first_offset, trajectory_id=rollouts.trajectory_ids, attempt=0,
-                      group_id=rollouts.group_ids, **columns)
+        kind: stamped(
+            kind,
+            num_rows,
+            first_offset,
+            trajectory_id=rollouts.trajectory_ids,
+            attempt=0,
+            group_id=rollouts.group_ids,
+            **columns,
+        )
         for kind, columns in own.items()
     }
 
@@ -225,16 +232,6 @@ def sync(path: pathlib.Path) -> None:
     os.close(descriptor)
 
 
-def cpu_s(act: Callable[[], object], rounds: int) -> float:
-    """Least CPU time of all threads over some rounds, in seconds."""
-    spent = []
-    for _ in range(rounds):
-        began = time.process_time()
-        act()
-        spent.append(time.process_time() - began)
-    return min(spent)
-
-
 def bench_commit(folder: pathlib.Path) -> None:
     rollouts = make_rollouts()
     tables, rows = events_of(rollouts), dump_rows(rollouts)
@@ -245,14 +242,12 @@ def bench_commit(folder: pathlib.Path) -> None:
     def commit() -> None:
         sizes.append(lake.append(tables, {"log/rollout/0": next(marks)}).num_bytes)
 
-    spent = {"lake": [], "torch": []}  # type: dict[str, list[float]]
-    for _ in range(7):
-        spent["lake"].append(cpu_s(commit, 1))
-        spent["torch"].append(cpu_s(lambda: save_dump(rows, folder / "dump.pt"), 1))
-    lake_s, torch_s = min(spent["lake"]), min(spent["torch"])
+    # By turns, so that whatever else the machine does disturbs both.
+    rounds = [(timed(commit)[2], timed(save_dump, rows, folder / "dump.pt")[2]) for _ in range(7)]
+    lake_s, torch_s = np.min(rounds, axis=0).tolist()
     part = rows[: len(rows) // 16]
     part_tokens = int(rollouts.ends[len(part)] + rollouts.prompt_ends[len(part)])
-    json_s = cpu_s(lambda: save_json(part, folder / "dump.jsonl.gz"), 1) * rollouts.num_tokens / part_tokens
+    json_s = timed(save_json, part, folder / "dump.jsonl.gz")[2] * rollouts.num_tokens / part_tokens
     torch_bytes = (folder / "dump.pt").stat().st_size
     json_bytes = (folder / "dump.jsonl.gz").stat().st_size / part_tokens
     report(
@@ -272,35 +267,51 @@ def bench_commit(folder: pathlib.Path) -> None:
 # Commits of a long run
 
 
-def bench_versions(folder: pathlib.Path) -> None:
-    lake = Lake.create(folder / "versions")
-    base = events_of(make_rollouts(GROUP_SIZE, 60))
-    spent: list[float] = []
-    processor: list[float] = []
-    upkeep: list[float] = []
-    since = 0
-    for offset in range(1_060):
-        tables = {kind: at_offset(table, offset) for kind, table in base.items()}
-        began, began_cpu = time.perf_counter(), time.process_time()
-        files = lake.append(tables, {"log/rollout/0": offset, "lane/worker-0/1/rollout/0": offset}).files
-        spent.append(time.perf_counter() - began)
-        processor.append(time.process_time() - began_cpu)
-        since += 1
+class LongRun:
+    """A lake that grows commit by commit, four files each, with the committer's maintenance between commits."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self.lake = Lake.create(folder)
+        self.base = events_of(make_rollouts(GROUP_SIZE, 60))
+        self.num_commits = 0
+        self.upkeep_s: list[float] = []
+        self._since = 0
+
+    def commit(self) -> tuple[float, float]:
+        """One commit, then what maintenance is due; wall and CPU seconds of the commit alone."""
+        tables = {kind: at_offset(table, self.num_commits) for kind, table in self.base.items()}
+        marks = {"log/rollout/0": self.num_commits, "lane/worker-0/1/rollout/0": self.num_commits}
+        _, wall_s, cpu_s = timed(self.lake.append, tables, marks)
+        self.num_commits += 1
+        self._since += 1
         began = time.perf_counter()
-        since = 0 if maintain(lake, since) is not None else since
-        upkeep.append(time.perf_counter() - began)
-    early, late = slice(50, 150), slice(950, 1_050)
+        if maintain(self.lake, self._since) is not None:
+            self._since = 0
+        self.upkeep_s.append(time.perf_counter() - began)
+        return wall_s, cpu_s
+
+
+def bench_versions(folder: pathlib.Path) -> None:
+    """Two lakes side by side, so that whatever else the machine does slows both: versions 50–150 and 950–1,050."""
+    old, young = LongRun(folder / "old"), LongRun(folder / "young")
+    while old.num_commits < 950:
+        old.commit()
+    while young.num_commits < 50:
+        young.commit()
+    late, early = zip(*[(old.commit(), young.commit()) for _ in range(100)], strict=True)
+    (late_s, late_cpu), (early_s, early_cpu) = (np.median(np.array(spent), axis=0).tolist() for spent in (late, early))
     report(
         "versions",
-        files_per_commit=len(files),
-        commit_ms_at_100=statistics.median(spent[early]) * 1e3,
-        commit_ms_at_1000=statistics.median(spent[late]) * 1e3,
-        ratio=statistics.median(spent[late]) / statistics.median(spent[early]),
-        cpu_ratio=statistics.median(processor[late]) / statistics.median(processor[early]),
-        maintenance_ms_per_commit=sum(upkeep) / len(upkeep) * 1e3,
-        longest_maintenance_ms=max(upkeep) * 1e3,
-        files_at_end=len(lake.snapshot().files),
-        log_files_at_end=len(lake.log.folder.list()),
+        files_per_commit=len(old.base),
+        commit_ms_at_100=early_s * 1e3,
+        commit_ms_at_1000=late_s * 1e3,
+        ratio=late_s / early_s,
+        cpu_ms_at_1000=late_cpu * 1e3,
+        cpu_ratio=late_cpu / early_cpu,
+        maintenance_ms_per_commit=sum(old.upkeep_s) / len(old.upkeep_s) * 1e3,
+        longest_maintenance_ms=max(old.upkeep_s) * 1e3,
+        files_at_end=len(old.lake.snapshot().files),
+        log_files_at_end=len(old.lake.log.folder.list()),
     )
 
 
@@ -316,32 +327,42 @@ def bench_control(folder: pathlib.Path) -> None:
     lake = Lake.create(folder / "control")
     base = events_of(make_rollouts(GROUP_SIZE, 60))
     control = {
-        "weights_staged": stamped("weights_staged", 4, 0, "weights", policy_id="actor", version=3,
-                                  engine_id=[f"engine-{i}" for i in range(4)]),
-        "engine_joined": stamped("engine_joined", 4, 0, "control", engine_id=[f"engine-{i}" for i in range(4)],
-                                 incarnation="1"),
+        "weights_staged": stamped(
+            "weights_staged", 4, 0, "weights", policy_id="actor", version=3, engine_id=[f"engine-{i}" for i in range(4)]
+        ),
+        "engine_joined": stamped(
+            "engine_joined", 4, 0, "control", engine_id=[f"engine-{i}" for i in range(4)], incarnation="1"
+        ),
         "alarm_raised": stamped("alarm_raised", 4, 0, "control", alarm="entropy_collapse"),
     }
     for kind, table in control.items():
-        without, beside, sizes = [], [], []
+        without, beside, file_bytes = [], [], 0
         for offset in range(60):
             tables = {name: at_offset(rows, offset) for name, rows in base.items()}
-            marks = {f"log/{kind}/0": 2 * offset}
-            began = time.perf_counter()
-            lake.append(tables, marks)
-            without.append(time.perf_counter() - began)
-            began = time.perf_counter()
-            commit = lake.append({**tables, kind: at_offset(table, offset)}, {f"log/{kind}/0": 2 * offset + 1})
-            beside.append(time.perf_counter() - began)
-            sizes += [file.size_bytes for file in commit.files if file.kind == kind]
+            _, *spent = timed(lake.append, tables, {f"log/{kind}/0": 2 * offset})
+            without.append(spent)
+            tables[kind] = at_offset(table, offset)
+            commit, *spent = timed(lake.append, tables, {f"log/{kind}/0": 2 * offset + 1})
+            beside.append(spent)
+            file_bytes = max([file_bytes, *(file.size_bytes for file in commit.files if file.kind == kind)])
+        plain, with_control = np.array(without), np.array(beside)
+        beyond_s, beyond_cpu_s = np.median(with_control - plain, axis=0).tolist()
         report(
             "control",
             kind=kind,
             num_events=4,
-            file_bytes=max(sizes),
-            commit_ms=statistics.median(without) * 1e3,
-            beyond_the_commit_ms=(statistics.median(beside) - statistics.median(without)) * 1e3,
+            file_bytes=file_bytes,
+            commit_ms=float(np.median(plain[:, 0])) * 1e3,
+            beyond_the_commit_ms=beyond_s * 1e3,
+            beyond_the_commit_cpu_ms=beyond_cpu_s * 1e3,
         )
+
+
+def timed(act: Callable[..., Any], *args: Any) -> tuple[Any, float, float]:
+    """What a call returns, and its wall and CPU seconds."""
+    began, began_cpu = time.perf_counter(), time.process_time()
+    answer = act(*args)
+    return answer, time.perf_counter() - began, time.process_time() - began_cpu
 
 
 # Reading
@@ -374,14 +395,8 @@ def bench_read(folder: pathlib.Path) -> None:
         assert again.read("action_sampled", trajectory_ids=wanted).num_rows == len(wanted)
 
     for name, act in (("lake, opened anew", cold), ("window", recent), ("window, mapped anew", opened)):
-        spent, processor = [wall_s(act) for _ in range(5)], cpu_s(act, 5)
-        report("read", source=name, mtok_per_s=tokens / min(spent) / 1e6, mtok_per_cpu_s=tokens / processor / 1e6)
-
-
-def wall_s(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
+        wall_s, spent_s = np.min([timed(act)[1:] for _ in range(9)], axis=0).tolist()
+        report("read", source=name, mtok_per_s=tokens / wall_s / 1e6, mtok_per_cpu_s=tokens / spent_s / 1e6)
 
 
 BENCHES = {"commit": bench_commit, "versions": bench_versions, "control": bench_control, "read": bench_read}

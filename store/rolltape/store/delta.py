@@ -68,9 +68,7 @@ def commit_remotely(table: Location, base: Snapshot, actions: Actions) -> bool:
         AddAction(new.file.path, new.file.size_bytes, {}, now_ms, actions.data_change, new.stats)
         for new in actions.added
     ]
-    removed = [
-        RemoveAction(file.path, actions.data_change, now_ms, file.size_bytes) for file in actions.removed
-    ]
+    removed = [RemoveAction(file.path, actions.data_change, now_ms, file.size_bytes) for file in actions.removed]
     transactions = [Transaction(app, version) for app, version in actions.transactions.items()]
     try:
         handle.create_write_transaction(
@@ -103,6 +101,3 @@ def grow_schema(table: Location, schema_json: str) -> None:
         open_table(table).alter.add_columns(fields, post_commithook_properties=_NO_HOOKS)
     except Exception as error:
         raise StoreError(f"the schema of {table} could not be extended: {error}") from error
-
-
-

@@ -356,13 +356,18 @@ class Lake:
 
     def _grow_schema(self) -> None:
         """Extend the table's schema by what this version of Rolltape adds (a newer minor version does)."""
-        missing = missing_fields(self._snapshot.schema_json)
-        if missing:
-            from rolltape.store.delta import grow_schema
+        if not missing_fields(self._snapshot.schema_json):
+            return
+        from rolltape.store.delta import grow_schema
 
+        try:
             grow_schema(self.table, delta_schema_json())
-            self.log.sync()
-            self.snapshot()
+        except StoreError:
+            # Another process that opened the lake at the same time may have done it.
+            if missing_fields(self.snapshot().schema_json):
+                raise
+        self.log.sync()
+        self.snapshot()
 
 
 def _mark_as_lake(log: TransactionLog) -> bool:

@@ -105,9 +105,7 @@ class Location:
 
     def parent(self) -> Location:
         """The place above this one."""
-        return Location(
-            self.url.rsplit("/", 1)[0], self.path.rsplit("/", 1)[0] or "/", self.fs, self.storage_options
-        )
+        return Location(self.url.rsplit("/", 1)[0], self.path.rsplit("/", 1)[0] or "/", self.fs, self.storage_options)
 
     def local_path(self) -> pathlib.Path:
         """The path on this machine's disk.

@@ -308,9 +308,7 @@ def top_names(columns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.split(".")[0] for name in columns))
 
 
-def _decode(
-    file: pq.ParquetFile, columns: Sequence[str], groups: Sequence[int] | None, use_threads: bool
-) -> pa.Table:
+def _decode(file: pq.ParquetFile, columns: Sequence[str], groups: Sequence[int] | None, use_threads: bool) -> pa.Table:
     if groups is None or len(groups) == file.num_row_groups:
         return file.read(columns=columns, use_threads=use_threads)
     return file.read_row_groups(list(groups), columns=columns, use_threads=use_threads)

@@ -146,9 +146,7 @@ def rows_at(table: pa.Table, order: np.ndarray) -> pa.Table:
         return table.take(pa.array(order))
     breaks = np.flatnonzero(np.diff(order) != 1) + 1
     starts, ends = np.concatenate(([0], breaks)), np.concatenate((breaks, [len(order)]))
-    return pa.concat_tables(
-        [table.slice(int(order[a]), int(b - a)) for a, b in zip(starts, ends, strict=True)]
-    )
+    return pa.concat_tables([table.slice(int(order[a]), int(b - a)) for a, b in zip(starts, ends, strict=True)])
 
 
 def _num_list_values(table: pa.Table) -> int:

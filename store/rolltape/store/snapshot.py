@@ -74,9 +74,9 @@ class DataFile:
 
     def wholly_precedes(self, as_of: Cursor) -> bool:
         """Whether all rows are known to lie before the cursor."""
-        return (
-            self.partition is not None and self.max_log_offset is not None
-        ) and self.max_log_offset < as_of[self.partition]
+        return (self.partition is not None and self.max_log_offset is not None) and self.max_log_offset < as_of[
+            self.partition
+        ]
 
     def may_follow(self, start: Cursor) -> bool:
         """Whether some row may lie at or after the cursor."""

@@ -248,8 +248,14 @@ def test_every_column_of_the_table_is_in_the_delta_schema(lake: Lake) -> None:
 
 def test_large_values_keep_their_bits(lake: Lake, tape: Any) -> None:
     odd = np.array([0x80000000, 0x7FC00001, 0xFF800000, 0x00000001], np.uint32).view(np.float32)
-    tape.add("action_sampled", trajectory_id="t", attempt=0, event_index=0, token_ids=[[1, 2, 3, 4]],
-             rollout_log_probs=pa.array([odd], pa.list_(pa.field("element", pa.float32()))))
+    tape.add(
+        "action_sampled",
+        trajectory_id="t",
+        attempt=0,
+        event_index=0,
+        token_ids=[[1, 2, 3, 4]],
+        rollout_log_probs=pa.array([odd], pa.list_(pa.field("element", pa.float32()))),
+    )
     lake.append(tape.tables(), {"log/rollout/0": 0})
     values = lake.read("action_sampled")["rollout_log_probs"].chunk(0).values.to_numpy()
     assert values.view(np.uint32).tolist() == odd.view(np.uint32).tolist()

@@ -24,7 +24,12 @@ def test_path_and_file_url_are_the_same_place(tmp_path: pathlib.Path) -> None:
 
 
 def test_s3_url_names_bucket_and_hides_credentials() -> None:
-    options = {"AWS_REGION": "r", "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "planted", "AWS_ENDPOINT_URL": "http://h:1"}
+    options = {
+        "AWS_REGION": "r",
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "planted",
+        "AWS_ENDPOINT_URL": "http://h:1",
+    }
     place = Location.parse("s3://bucket/lake/", options)
     assert (place.url, place.path, place.is_local) == ("s3://bucket/lake", "bucket/lake", False)
     assert place.child("events", "a").url == "s3://bucket/lake/events/a"
