@@ -120,7 +120,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 entropy[block],
             )
             if ctx.temperature != 1.0:
-                grad = grad / ctx.temperature
+                grad = grad.div_(ctx.temperature)
             grad = grad.to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[block] = grad @ weight
@@ -138,13 +138,18 @@ def _block_logit_gradient(
 ) -> Tensor:
     """Gradient of one block's (tempered) logits.
 
-    ``d log p_y / d z_j = 1[j = y] - p_j`` and ``d H / d z_j = -p_j (log p_j + H)``.
+    ``d log p_y / d z_j = 1[j = y] - p_j`` and ``d H / d z_j = -p_j (log p_j + H)``. Overwrites ``log_softmax``: a block
+    is large, and this is its last use.
     """
-    probs = log_softmax.exp()
-    grad = torch.zeros_like(probs)
+    if grad_entropy is None:
+        assert grad_log_probs is not None
+        grad = log_softmax.exp_().mul_(-grad_log_probs[:, None])
+    else:
+        probs = log_softmax.exp()
+        grad = log_softmax.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
+        if grad_log_probs is not None:
+            grad = grad.sub_(grad_log_probs[:, None])
+        grad = grad.mul_(probs)
     if grad_log_probs is not None:
-        grad = probs * -grad_log_probs[:, None]
         grad.scatter_add_(1, token_ids[:, None], grad_log_probs[:, None])
-    if grad_entropy is not None:
-        grad = grad - grad_entropy[:, None] * probs * (log_softmax + entropy[:, None])
     return grad
