@@ -49,6 +49,17 @@ def test_a_gap_keeps_it_open_and_is_listed(tape: Tape) -> None:
     assert trained(fold(tape.tables())) == [5, 7]
 
 
+def test_an_open_attempt_is_not_blamed_for_its_check_sums(tape: Tape) -> None:
+    writer = AttemptWriter(tape, "t")
+    writer.start()
+    missing = writer.skip()
+    writer.end(num_action_tokens=3)
+    writer.reward()
+    assert row(fold(tape.tables()), "t")["untrainable_reasons"] == ["open"]
+    writer.dead_letter(missing)
+    assert row(fold(tape.tables()), "t")["untrainable_reasons"] == ["dropped"]
+
+
 def test_the_late_event_closes_it(tape: Tape) -> None:
     writer = AttemptWriter(tape, "t")
     writer.start()
@@ -225,6 +236,14 @@ def test_abandoned_wins_over_any_end(tape: Tape, ended: bool) -> None:
     assert "abandoned" in found["untrainable_reasons"]
     assert "open" not in found["untrainable_reasons"]
     assert "superseded" not in found["untrainable_reasons"]
+
+
+def test_abandoned_wins_over_dropped(tape: Tape) -> None:
+    writer = whole(tape, "t")
+    writer.dead_letter(3)
+    writer.add("attempt_abandoned", indexed=False, reason="cancelled")
+    found = row(fold(tape.tables()), "t")
+    assert (found["state"], found["untrainable_reasons"]) == ("abandoned", ["abandoned", "dropped"])
 
 
 def test_the_newest_attempt_that_stands_is_current(tape: Tape) -> None:

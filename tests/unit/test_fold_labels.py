@@ -245,6 +245,31 @@ def test_digests_tell_where_a_segment_begins(tape: Tape) -> None:
     assert found["one"]["token_ids"] != found["two"]["token_ids"]
 
 
+def test_digests_tell_two_segments_from_one_that_looks_like_their_frames(tape: Tape) -> None:
+    two = AttemptWriter(tape, "two")
+    two.start([1])
+    two.act([4])
+    two.rewrite([2])
+    two.act([5])
+    one = AttemptWriter(tape, "one")
+    one.start([1])
+    one.act([4, 1, 1, 2, 5])
+    zeros = AttemptWriter(tape, "zeros")
+    zeros.start([1])
+    zeros.act([4, 1, 0, 2, 5])
+    found = digests(tape)
+    assert len({found[name]["token_ids"] for name in ("two", "one", "zeros")}) == 3
+
+
+def test_digests_tell_an_unknown_context_from_an_empty_one(tape: Tape) -> None:
+    for name, prompt in (("unknown", None), ("empty", [])):
+        writer = AttemptWriter(tape, name)
+        writer.start(prompt)
+        writer.act([4])
+    found = digests(tape)
+    assert found["unknown"]["token_ids"] != found["empty"]["token_ids"]
+
+
 def test_digests_of_one_attempt_do_not_depend_on_its_neighbours(tape: Tape) -> None:
     alone = Tape()
     whole(alone, "m", log_probs=(-1.0, None, -0.25))

@@ -144,8 +144,15 @@ def test_versions_by_token_and_the_oldest_one(tape: Tape) -> None:
 
 @pytest.mark.parametrize(
     "runs",
-    [None, [], version_runs((0, 2, 4)), version_runs((1, 2, 4)), [{"start": 0, "length": 3, "version": None}]],
-    ids=["null", "empty", "short", "late", "null version"],
+    [
+        None,
+        [],
+        version_runs((0, 2, 4)),
+        version_runs((1, 2, 4)),
+        version_runs((0, 2, 4), (1, 1, 5)),
+        [{"start": 0, "length": 3, "version": None}],
+    ],
+    ids=["null", "empty", "short", "late", "overlapping", "null version"],
 )
 def test_a_token_of_unknown_version_is_named(tape: Tape, runs: list[dict[str, int]] | None) -> None:
     whole(tape, "t", version_runs=[runs])
@@ -293,6 +300,15 @@ def test_an_event_after_the_end_is_a_check_sum_that_differs(tape: Tape) -> None:
     assert row(fold(tape.tables()), "t")["untrainable_reasons"] == ["checksum_mismatch"]
 
 
+def test_an_end_that_is_not_the_last_event_although_it_says_so(tape: Tape) -> None:
+    writer = AttemptWriter(tape, "t")
+    writer.start()
+    writer.end(last_event_index=2)
+    writer.observe([])
+    writer.reward()
+    assert row(fold(tape.tables()), "t")["untrainable_reasons"] == ["checksum_mismatch"]
+
+
 def test_lists_too_long_for_one_array_are_folded_in_parts(tape: Tape, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case D22: whole trajectories in parts, the same rows."""
     for name in ("a", "b", "c", "d"):
@@ -346,9 +362,9 @@ def test_an_id_with_other_bytes_is_a_conflict_and_the_first_copy_counts(tape: Ta
     resent(tape, rollout_log_probs=[[-0.5, -0.5, -0.25]])
     events = tape.tables()
     if not stamped:
-        column = events["action_sampled"].schema.get_field_index("log_offset")
-        unknown = pa.nulls(3, pa.int64())
-        events["action_sampled"] = events["action_sampled"].set_column(column, "log_offset", unknown)
+        for name, values in (("log_offset", pa.nulls(3, pa.int64())), ("lane_seq", pa.array([1, 2, 1]))):
+            column = events["action_sampled"].schema.get_field_index(name)
+            events["action_sampled"] = events["action_sampled"].set_column(column, name, values)
     found = [fold(shuffled(events, seed)) for seed in range(6)]
     assert row(found[0], "t")["untrainable_reasons"] == ["event_conflict"]
     assert row(found[0], "neighbour")["untrainable_reasons"] == []

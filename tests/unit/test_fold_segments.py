@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from tests.attempts import SAMPLING, AttemptWriter, row, segments, version_runs
 from tests.conftest import Tape
 
@@ -233,6 +234,8 @@ def test_injected_tokens_are_in_neither_mask(tape: Tape) -> None:
     assert segment["observation_mask"] == [False, False, False, False]
     assert segment["rollout_log_probs"] == [-1.0, -2.0, None, -4.0]
     assert segment["policy_versions"] == [0, 0, -1, 0]
+    buffer = folded.segments["rollout_log_probs"].chunk(0).values.buffers()[1]
+    assert np.frombuffer(buffer, np.float32, 4).tolist() == [-1.0, -2.0, 0.0, -4.0]
 
 
 def test_injected_tokens_need_neither_log_probs_nor_versions(tape: Tape) -> None:

@@ -96,26 +96,22 @@ def take_over(timeline: Timeline, keys: Keys, attempts: Attempts) -> Timeline:
     bounds = exclusive_cumsum(np.bincount(timeline.key, minlength=keys.num_keys))
     takers = _takers(attempts)
     gap_before, owned = timeline.gap_before.copy(), timeline.owned.copy()
-    shown = np.ones(len(timeline.key), np.bool_)
     pieces: list[tuple[Ints, Ints, Bools, Bools]] = []
     for key, ranges in attempts.taken.items():  # an attempt comes after those that it takes over
         own = np.arange(bounds[key], bounds[key + 1])
-        taken = [own[:0]]
+        reaches = True
         for source, last_index in ranges:
             entries = np.arange(bounds[source], bounds[source + 1])
             entries = entries[timeline.event_index[entries] <= last_index]
             mine = _owned(timeline.event_index[entries], source, key, takers[source], attempts)
             pieces.append((entries, np.full(len(entries), key), gap_before[entries], mine))
-            taken.append(entries)
-        if np.any(timeline.kind[np.concatenate(taken)] == START):
-            shown[own] = timeline.kind[own] != START  # the first context is that of the oldest attempt
-        if len(taken[-1]) <= ranges[-1].last_index:
-            _mark_seam(gap_before, own[shown[own]], timeline)
+            reaches = len(entries) > last_index
+        if not reaches:
+            _mark_seam(gap_before, own, timeline)
     for source in {*takers, *attempts.taken}:
         own = np.arange(bounds[source], bounds[source + 1])
         owned[own] = _owned(timeline.event_index[own], source, source, takers.get(source, []), attempts)
-    own = np.flatnonzero(shown)
-    pieces.append((own, timeline.key[own], gap_before[own], owned[own]))
+    pieces.append((np.arange(len(timeline.key)), timeline.key, gap_before, owned))
     return _merged(timeline, pieces)
 
 
@@ -140,7 +136,7 @@ def _owned(indexes: Ints, source: int, key: int, takers: list[Taken], attempts: 
 
 def _mark_seam(gap_before: Bools, own: Ints, timeline: Timeline) -> None:
     """Say that something is missing before an attempt's first event after its resumption."""
-    after = own[timeline.kind[own] != RESUME]
+    after = own[(timeline.kind[own] != RESUME) & (timeline.kind[own] != START)]
     gap_before[after[:1]] = True
 
 
