@@ -146,6 +146,8 @@ def test_one_cached_dict_is_not_another() -> None:
     signs = [np.signbit(column_of(batch, "sampling")[0].as_py()["temperature"]) for batch in batches[2:]]
     assert signs == [False, True]
     assert refusals({"sampling": {"seed": True}}) == [(0, "bad_value")]
+    assert refusals({"attempt": 1, "truncated": True}) == []
+    assert refusals({"attempt": True}) == refusals({"truncated": 1}) == [(0, "bad_value")]
 
 
 def test_a_wrong_call_is_an_error_and_no_dead_letter() -> None:
