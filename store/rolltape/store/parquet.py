@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -292,15 +292,36 @@ def read_groups(
     A dotted name (``action_sampled.version_runs``) decodes that field of a struct alone; the other fields read as null.
     Files of older writers (other spellings of lists, fewer or other fields in a struct) come back in today's form.
     """
-    theirs, ours = file.schema_arrow, arrow_schema(kind)
-    names = ours.names if columns is None else top_names(columns)
-    present = [name for name in names if name in theirs.names]
-    if all(theirs.field(name).type == ours.field(name).type for name in present):
-        wanted = present if columns is None else [name for name in columns if name.split(".")[0] in theirs.names]
-        return conform_columns(_decode(file, wanted, groups, use_threads), kind, columns)
+    theirs, wanted = file.schema_arrow, _wanted(kind, None if columns is None else tuple(columns))
+    present = {field.name: field.type for field in theirs if field.name in wanted.types}
+    if all(type_ == wanted.types[name] for name, type_ in present.items()):
+        tops = wanted.columns if columns is not None else list(present)
+        some = None if columns is None and len(present) == len(theirs) else _present(tops, present)
+        return conform_columns(_decode(file, some, groups, use_threads), kind, columns)
     # Rewriting an older struct takes the columns beside it (see schema.upcast).
     beside = [name for name in ("token_ids", "run_epoch") if name in theirs.names and name not in present]
-    return conform(_decode(file, [*present, *beside], groups, use_threads), kind).select(names)
+    table = conform(_decode(file, [*present, *beside], groups, use_threads), kind)
+    return table.select(wanted.schema.names)
+
+
+def _present(columns: Sequence[str], present: Mapping[str, pa.DataType]) -> list[str]:
+    return [name for name in columns if name.split(".")[0] in present]
+
+
+class _Wanted(NamedTuple):
+    """What a read of a kind returns: the columns asked for (dotted), their schema and types by top-level name."""
+
+    columns: tuple[str, ...]
+    schema: pa.Schema
+    types: dict[str, pa.DataType]
+
+
+@lru_cache(maxsize=1_024)
+def _wanted(kind: str, columns: tuple[str, ...] | None) -> _Wanted:
+    schema = arrow_schema(kind)
+    if columns is not None:
+        schema = pa.schema([schema.field(name) for name in top_names(columns)])
+    return _Wanted(columns or tuple(schema.names), schema, {field.name: field.type for field in schema})
 
 
 def top_names(columns: Sequence[str]) -> list[str]:
@@ -308,7 +329,9 @@ def top_names(columns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.split(".")[0] for name in columns))
 
 
-def _decode(file: pq.ParquetFile, columns: Sequence[str], groups: Sequence[int] | None, use_threads: bool) -> pa.Table:
+def _decode(
+    file: pq.ParquetFile, columns: Sequence[str] | None, groups: Sequence[int] | None, use_threads: bool
+) -> pa.Table:
     if groups is None or len(groups) == file.num_row_groups:
         return file.read(columns=columns, use_threads=use_threads)
     return file.read_row_groups(list(groups), columns=columns, use_threads=use_threads)
@@ -316,12 +339,11 @@ def _decode(file: pq.ParquetFile, columns: Sequence[str], groups: Sequence[int] 
 
 def conform_columns(table: pa.Table, kind: str, columns: Sequence[str] | None = None) -> pa.Table:
     """``table`` with the schema of ``kind``: all columns, or those named. Absent columns become null."""
-    schema = arrow_schema(kind)
-    names = schema.names if columns is None else top_names(columns)
+    wanted = _wanted(kind, None if columns is None else tuple(columns))
     present = dict(zip(table.column_names, table.columns, strict=True))
-    if any(name in present and present[name].type != schema.field(name).type for name in names):
-        return conform(table, kind).select(names)
-    for name in names:
-        if name not in present:
-            present[name] = pa.chunked_array([pa.nulls(table.num_rows, schema.field(name).type)])
-    return pa.table([present[name] for name in names], schema=pa.schema([schema.field(name) for name in names]))
+    if any(name in wanted.types and column.type != wanted.types[name] for name, column in present.items()):
+        return conform(table, kind).select(wanted.schema.names)
+    return pa.Table.from_arrays(
+        [present[name] if name in present else pa.nulls(table.num_rows, type_) for name, type_ in wanted.types.items()],
+        schema=wanted.schema,
+    )
