@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from rolltape.schema.fold import Fold
 from rolltape.trainers.groups import PadRule, complete_groups
 from rolltape.trainers.members import Dropped, Member, dense_groups
 from rolltape.trainers.staleness import version_refusal
+
+# Where the tape gives no ordinal (imports): behind all that have one.
+_NO_PLACE: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +128,7 @@ def plan_batch(
 
 
 def _last(value: int | None) -> int:
-    return np.iinfo(np.int32).max if value is None else value
+    return _NO_PLACE if value is None else value
 
 
 def _expected_sizes(

@@ -102,7 +102,7 @@ class TrainerConfig:
             raise ConfigError(f"trainer.icepop_beta: expected 1 or more, got {self.icepop_beta}")
 
     def lr_at(self, step: int) -> float:
-        """Learning rate of ``step`` (from 1): a function of the step alone, so that a replay needs no scheduler state."""
+        """Learning rate of ``step`` (from 1): a function of the step alone, so a replay needs no scheduler state."""
         warm = min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
         if not self.decay_steps:
             return self.lr * warm

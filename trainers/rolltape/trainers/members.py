@@ -60,7 +60,7 @@ def pack_members(folded: Fold, members: Sequence[Member]) -> PackedBatch:
 
     A member without action tokens (an empty response) has no row; its reward still counts in its group.
     """
-    builder = BatchBuilder()
+    builder = BatchBuilder(len(members))
     rewards = add_members(builder, folded, members, 0)
     return finish_members(builder, members, rewards)
 

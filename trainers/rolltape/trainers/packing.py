@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ import torch
 from rolltape.trainers.batch import PackedBatch
 
 Offsets = npt.NDArray[np.int64]
+
+# Rows of later parts may be longer than those of the first.
+_MARGIN: Final = 1.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +95,15 @@ def _values(column: pa.ListArray) -> tuple[npt.NDArray[Any], Offsets]:
 
 
 class BatchBuilder:
-    """Packs rows part by part into tensors that grow in place.
+    """Packs rows part by part into one set of tensors.
 
-    A large block grows by moving its pages, not its bytes, so that a batch that is read part by part is held once: 13
-    bytes a token, and one part's events.
+    The size of the whole is estimated from the first part: memory that is asked for and never written costs nothing,
+    so a batch that is read part by part is held once, at 13 bytes a token beside one part's events.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_members: int = 0) -> None:
+        """Expect about ``num_members`` members in all (0: unknown)."""
+        self._num_members = num_members
         self._token_ids = np.empty(0, np.int32)
         self._action_mask = np.empty(0, np.bool_)
         self._log_probs = np.empty(0, np.float32)
@@ -115,7 +120,7 @@ class BatchBuilder:
         responses = flat.response_at[rows + 1] - flat.response_at[rows]
         lengths = contexts + responses
         start = self._num_tokens
-        self._reserve(start + int(lengths.sum()))
+        self._reserve(start + int(lengths.sum()), max(row_member, default=0) + 1)
         # One slice copy a row and column: a few microseconds a row, memcpy speed for long ones.
         for row, context, response in zip(rows.tolist(), contexts.tolist(), responses.tolist(), strict=True):
             self._copy(flat, row, start, start + context, start + context + response)
@@ -125,12 +130,16 @@ class BatchBuilder:
         self._lengths += lengths.tolist()
         self._row_member += row_member
 
-    def _reserve(self, num_tokens: int) -> None:
+    def _reserve(self, num_tokens: int, members_so_far: int) -> None:
         if num_tokens <= len(self._token_ids):
             return
-        size = max(num_tokens, 2 * len(self._token_ids))
-        for array in (self._token_ids, self._action_mask, self._log_probs, self._versions):
-            array.resize(size, refcheck=False)
+        expected = num_tokens * max(1.0, self._num_members / members_so_far)
+        size = num_tokens if members_so_far >= self._num_members else int(expected * _MARGIN)
+        for name in ("_token_ids", "_action_mask", "_log_probs", "_versions"):
+            old = getattr(self, name)
+            new = np.empty(size, old.dtype)
+            new[: self._num_tokens] = old[: self._num_tokens]
+            setattr(self, name, new)
 
     def _copy(self, flat: FlatSegments, row: int, start: int, middle: int, end: int) -> None:
         length = end - middle

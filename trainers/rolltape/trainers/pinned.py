@@ -39,7 +39,7 @@ FOLDED_KINDS: Final = (
     "mask_assigned",
 )
 
-MEMBERS_PER_PART: Final = 128
+MEMBERS_PER_PART: Final = 160
 """Members that are read and folded at once; a whole batch's events would double its memory."""
 
 _PINNED: Final = (
@@ -142,7 +142,7 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str) -> PinnedBatch:
         for t, a, g, o, m, p in zip(*(columns[name] for name in _PINNED[:6]), strict=True)
     )
     started = lake.read("run_started", run_id=run_id)
-    builder = BatchBuilder()
+    builder = BatchBuilder(len(members))
     rewards: list[float] = []
     contents: list[str] = []
     reward_tables: list[pa.Table] = []
