@@ -1,8 +1,9 @@
 """Trainer batches into packed tensors: ``python benchmarks/bench_assembly.py``.
 
 1,024 trajectories of 4,000 tokens in 64 groups, from the lake (every file opened anew) and from the recent window:
-read, folded (prefix proofs and integrity included), filtered, grouped and packed. ``times_memcpy`` is against one copy
-of the batch's bytes in the same run; memory is the growth of the process's resident anonymous pages, sampled while a batch is assembled, over the batch's bytes.
+read, folded (prefix proofs and integrity included), filtered, grouped and packed. ``times_memcpy`` is against one
+copy of the batch's bytes in the same run; memory is the growth of the process's resident anonymous pages, sampled
+while a batch is assembled, over the batch's bytes.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from rolltape.recipes.runs import Progress, StepSeen, log_folder, open_or_create
 from rolltape.recipes.sort_digits import config as sort_digits
 from rolltape.recipes.supervisor import Child, Supervisor, children_of
 from rolltape.store.lake import Lake
+from rolltape.store.verify import verify
 from rolltape.trainers.history import RunHistory
 
 NUM_STEPS: Final = 30
@@ -178,6 +179,9 @@ def judge(lake: Lake, result: RoundResult, undisturbed: Mapping[int, tuple[Any, 
         count = lake.sql(query).arrow().column(0)[0].as_py()
         if count:
             result.problems.append(f"{what}: {count}")
+    report = verify(lake)
+    if not report.ok:
+        result.problems.append(f"verify: {[row for row in report.rows() if row['num_broken']][:3]}")
     trained = _trained(lake)
     doubled = [key for key, count in trained.items() if count > 1]
     if doubled:

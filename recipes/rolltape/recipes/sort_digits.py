@@ -23,6 +23,7 @@ def config(*, run_id: str = "sort-digits", seed: int = 0, max_steps: int = 300) 
             beta2=0.95,
             entropy_coef=0.01,
             checkpoint_every=20,
+            probe_every=25,
             stop_metric="reward_component/exact",
             stop_above=0.95,
             stop_ema=0.9,
