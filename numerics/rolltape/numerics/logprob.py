@@ -70,11 +70,30 @@ def linear_log_probs(
     return TokenLogProbs(log_probs, entropy if with_entropy else None)
 
 
-def _block_log_softmax(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    logits = functional.linear(hidden, weight).to(dtype)
-    if temperature != 1.0:
-        logits = logits / temperature
-    return torch.log_softmax(logits, dim=-1)
+class _Blocks:
+    """Two buffers of a block's logits, used for every block in turn: a fresh one each time would fragment the heap."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, temperature: float, rows: int) -> None:
+        shape = (min(rows, hidden.shape[0]), weight.shape[0])
+        self._weight = weight
+        self._temperature = temperature
+        self._spare = torch.empty(shape, dtype=_accumulation_dtype(hidden), device=hidden.device)
+        self._values = torch.empty_like(self._spare)
+
+    def log_softmax(self, hidden: Tensor) -> Tensor:
+        """``[b, V]``, valid until the next call."""
+        logits = self._spare[: hidden.shape[0]]
+        if hidden.dtype == logits.dtype:
+            torch.mm(hidden, self._weight.t(), out=logits)
+        else:
+            logits.copy_(functional.linear(hidden, self._weight))
+        if self._temperature != 1.0:
+            logits.div_(self._temperature)
+        return torch.log_softmax(logits, dim=-1, out=self._values[: hidden.shape[0]])
+
+    def probs(self, log_softmax: Tensor) -> Tensor:
+        """``exp`` of the current block's log-softmax, in the other buffer."""
+        return torch.exp(log_softmax, out=self._spare[: log_softmax.shape[0]])
 
 
 def _accumulation_dtype(hidden: Tensor) -> torch.dtype:
@@ -89,12 +108,13 @@ class _LinearLogProbs(torch.autograd.Function):
         dtype = _accumulation_dtype(hidden)
         log_probs = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         entropy = torch.zeros_like(log_probs)
+        blocks = _Blocks(hidden, weight, temperature, rows)
         for start in range(0, hidden.shape[0], rows):
             block = slice(start, start + rows)
-            log_softmax = _block_log_softmax(hidden[block], weight, temperature, dtype)
+            log_softmax = blocks.log_softmax(hidden[block])
             log_probs[block] = log_softmax.gather(1, token_ids[block, None]).squeeze(1)
             if with_entropy:
-                entropy[block] = -(log_softmax.exp() * log_softmax).sum(1)
+                entropy[block] = -blocks.probs(log_softmax).mul_(log_softmax).sum(1)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, token_ids, entropy)
         ctx.temperature, ctx.rows = temperature, rows
@@ -109,11 +129,12 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight) if wants_weight else None
         if grad_log_probs is None and grad_entropy is None:
             return grad_hidden, grad_weight, None, None, None, None
+        blocks = _Blocks(hidden, weight, ctx.temperature, ctx.rows)
         for start in range(0, hidden.shape[0], ctx.rows):
             block = slice(start, start + ctx.rows)
-            log_softmax = _block_log_softmax(hidden[block], weight, ctx.temperature, entropy.dtype)
             grad = _block_logit_gradient(
-                log_softmax,
+                blocks,
+                blocks.log_softmax(hidden[block]),
                 token_ids[block],
                 None if grad_log_probs is None else grad_log_probs[block],
                 None if grad_entropy is None else grad_entropy[block],
@@ -130,6 +151,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _block_logit_gradient(
+    blocks: _Blocks,
     log_softmax: Tensor,
     token_ids: Tensor,
     grad_log_probs: Tensor | None,
@@ -145,7 +167,7 @@ def _block_logit_gradient(
         assert grad_log_probs is not None
         grad = log_softmax.exp_().mul_(-grad_log_probs[:, None])
     else:
-        probs = log_softmax.exp()
+        probs = blocks.probs(log_softmax)
         grad = log_softmax.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
         if grad_log_probs is not None:
             grad = grad.sub_(grad_log_probs[:, None])
