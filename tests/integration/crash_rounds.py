@@ -181,7 +181,7 @@ def judge(lake: Lake, result: RoundResult, undisturbed: Mapping[int, tuple[Any, 
             result.problems.append(f"{what}: {count}")
     report = verify(lake)
     if not report.ok:
-        result.problems.append(f"verify: {[row for row in report.rows() if row['num_broken']][:3]}")
+        result.problems.append(f"verify: {[row for row in report.to_rows() if row['num_broken']][:3]}")
     trained = _trained(lake)
     doubled = [key for key, count in trained.items() if count > 1]
     if doubled:
