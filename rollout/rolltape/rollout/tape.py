@@ -37,7 +37,6 @@ class CompletedStep:
 
     epoch: int  # run epoch in which it was trained
     step: int
-    batch_id: str
     version_out: int
     is_final: bool  # its metrics hold final = 1.0
 
@@ -50,7 +49,7 @@ class RunTape:
     policy_id: str
     epochs: dict[int, int] = field(default_factory=dict)  # epoch -> step that it continues from
     steps: dict[tuple[int, int], CompletedStep] = field(default_factory=dict)  # by (epoch, step)
-    cursors: dict[str, Cursor] = field(default_factory=dict)  # batch id -> cursor after it
+    cursors: dict[int, list[Cursor]] = field(default_factory=dict)  # by step: cursor after its batch, of each epoch
     published: dict[VersionKey, dict[str, Any]] = field(default_factory=dict)
     committed: set[VersionKey] = field(default_factory=set)
     aborted: set[VersionKey] = field(default_factory=set)
@@ -78,9 +77,16 @@ class RunTape:
             if key not in self.aborted and line.is_live_step(key[0], row["step"] or 0)
         }
 
-    def cursor_after(self, step: CompletedStep | None) -> Cursor:
-        """A position before which nothing of the next step lies."""
-        return Cursor() if step is None else self.cursors.get(step.batch_id, Cursor())
+    def cursor_before(self, step: int) -> Cursor:
+        """A position before every rollout that was ever dispatched for ``step`` or later ones, in whatever epoch.
+
+        A rollout is dispatched after the step before is completed in the same or an older epoch, hence after that
+        step's batch was formed; a newer epoch's batch of that step may have been formed later than it.
+        """
+        earliest, *others = self.cursors.get(step - 1) or [Cursor()]
+        for cursor in others:
+            earliest = Cursor({place: min(earliest[place], cursor[place]) for place in earliest})
+        return earliest
 
     def read(self, reader: LogReader, timeout_s: float) -> bool:
         """Take in what the reader has, waiting at most ``timeout_s`` for it; whether anything came."""
@@ -122,18 +128,17 @@ class RunTape:
 
     def _apply_batches(self, table: pa.Table) -> None:
         struct = table["batch_formed"]
-        ids = pc.struct_field(struct, "batch_id").to_pylist()
+        steps = pc.struct_field(struct, "step").to_pylist()
         cursors = pc.struct_field(struct, "cursor_after").to_pylist()
-        self.cursors.update({batch_id: Cursor.from_rows(rows) for batch_id, rows in zip(ids, cursors, strict=True)})
+        for step, rows in zip(steps, cursors, strict=True):
+            self.cursors.setdefault(step, []).append(Cursor.from_rows(rows))
 
     def _apply_steps(self, table: pa.Table) -> None:
         struct = table["train_step_completed"]
-        columns = [pc.struct_field(struct, name).to_pylist() for name in ("step", "batch_id", "version_out", "metrics")]
-        for epoch, step, batch_id, version, metrics in zip(table["run_epoch"].to_pylist(), *columns, strict=True):
+        columns = [pc.struct_field(struct, name).to_pylist() for name in ("step", "version_out", "metrics")]
+        for epoch, step, version, metrics in zip(table["run_epoch"].to_pylist(), *columns, strict=True):
             is_final = any(metric["name"] == "final" and metric["value"] == 1.0 for metric in metrics or ())
-            self.steps[epoch, step] = CompletedStep(
-                epoch=epoch, step=step, batch_id=batch_id, version_out=version, is_final=is_final
-            )
+            self.steps[epoch, step] = CompletedStep(epoch=epoch, step=step, version_out=version, is_final=is_final)
 
     def _of_policy(self, table: pa.Table, kind: str) -> list[dict[str, Any]]:
         return [row for row in table[kind].to_pylist() if row["policy_id"] == self.policy_id]

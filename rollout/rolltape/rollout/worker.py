@@ -182,7 +182,8 @@ class Worker:
         """Read this worker's attempts after the last completed step."""
         self._book = AttemptBook(self._config.run_id, self._config.worker_id)
         self._complete_step = 0
-        start = self._tape.cursor_after(self._tape.last_step)
+        last = self._tape.last_step
+        start = self._tape.cursor_before(1 if last is None else last.step + 1)
         reader = self._log.reader(start, topics=attempts.TOPICS, kinds=attempts.KINDS)
         try:
             self._book.read_all(reader)
