@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Literal
 
 import pyarrow as pa
@@ -24,6 +25,8 @@ from rolltape.ingest.archive import Archive, Outcome
 from rolltape.ingest.conflicts import rows_by_id
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.locks import FileLock
+from rolltape.ingest.memory import MemoryTarget
+from rolltape.ingest.refused import microseconds
 from rolltape.ingest.spool_layout import (
     COMMITTER_LOCK,
     LOSSES,
@@ -34,9 +37,12 @@ from rolltape.ingest.spool_layout import (
 )
 from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
 from rolltape.ingest.upkeep import Upkeep
+from rolltape.schema.build import build_batch
+from rolltape.schema.codec import make_record
 from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
+from rolltape.store.parquet import encode_file
 
 CommitterMode = Literal["auto", "thread", "external"]
 
@@ -94,6 +100,19 @@ class LakeTarget:
         return rows_by_id(self.lake.read(kind), event_ids)
 
 
+@cache
+def _warm_up() -> None:
+    """Pay for first uses (imports, schemas) before the first event waits for its commit."""
+    fields = {"event_id": "e", "run_id": "r", "run_epoch": 0, "producer_id": "p", "producer_epoch": 1, "lane_seq": [0]}
+    attempt = {"trajectory_id": "t", "attempt": 0, "event_index": 0, "recorded_at": microseconds(0, 1)}
+    target = MemoryTarget()
+    archive = Archive(target)
+    archive.offer(make_record(build_batch("rollout_started", {**fields, **attempt}, 1).batch))
+    archive.commit()
+    for delivery in target.commits[0]:
+        encode_file(delivery.kind, delivery.table)
+
+
 class Committer:
     """Archives the spools of one lake on this machine. Holds the committer's lock while it lives."""
 
@@ -118,6 +137,7 @@ class Committer:
                 f"{lake.spool_path}; use the one that runs (committer='external' or 'auto')"
             )
         self._lock = lock
+        _warm_up()
         self.archive = Archive(LakeTarget(lake), limits=limits)
         self._producers: dict[str, ProducerReader] = {}
         self._busy: list[ProducerReader] = []
