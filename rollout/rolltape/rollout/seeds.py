@@ -72,7 +72,7 @@ def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.f
 
     Args:
         seeds: int64 [B], non-negative.
-        positions: int64 [T], place of the token in its generation, from 0.
+        positions: int64 [T], place of the token in its generation, from 0, below 2**32.
 
     Returns:
         float64 [B, T]; an entry depends on its own seed and position alone.
@@ -80,7 +80,7 @@ def uniforms(seeds: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.f
     seed = np.asarray(seeds, dtype=np.int64).astype(np.uint64)[:, None]
     place = np.asarray(positions, dtype=np.int64).astype(np.uint64)[None, :]
     zero = np.zeros_like(place)
-    words = philox4x32(np.stack([place & _LOW, place >> _HALF, zero, zero]), np.stack([seed & _LOW, seed >> _HALF]))
+    words = philox4x32(np.stack([place, zero, zero, zero]), np.stack([seed & _LOW, seed >> _HALF]))
     bits = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
     numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
     return numbers

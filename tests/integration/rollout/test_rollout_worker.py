@@ -46,9 +46,13 @@ class DyingRecorder(Recorder):
     """Records the first rows of the batch that it dies in, then nothing more, as a killed process would."""
 
     dies_at: tuple[str, int] | None = None
+    num_spared = 0  # batches of that kind that still get through
 
     def record_batch(self, kind: str, columns: Mapping[str, Any], num_rows: int | None = None) -> Receipt:
         if self.dies_at is None or self.dies_at[0] != kind:
+            return super().record_batch(kind, columns, num_rows)
+        if self.num_spared:
+            self.num_spared -= 1
             return super().record_batch(kind, columns, num_rows)
         rows = np.arange(self.dies_at[1])
         if len(rows):
@@ -99,10 +103,10 @@ class Stage:
     def tape(self) -> TapeReader:
         return self.trainer.tape
 
-    def worker(self, *, dies_at: tuple[str, int] | None = None, **changes: Any) -> Running:
+    def worker(self, *, dies_at: tuple[str, int] | None = None, num_spared: int = 0, **changes: Any) -> Running:
         config = dataclasses.replace(CONFIG, **changes)
         recorder = DyingRecorder(self.log, producer_id=config.producer_id, run_id=config.run_id)
-        recorder.dies_at = dies_at
+        recorder.dies_at, recorder.num_spared = dies_at, num_spared
         running = Running(make_worker(config, self.log, recorder, self.root), recorder)
         self.running.append(running)
         return running
@@ -144,12 +148,12 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     made.close()
 
 
-def undisturbed(folder: Path) -> dict[tuple[int, int], Any]:
+def undisturbed(folder: Path, **changes: Any) -> dict[tuple[int, int], Any]:
     """What step 1 has where nothing happens."""
     stage = Stage(folder)
     try:
         stage.begin()
-        stage.worker()
+        stage.worker(**changes)
         stage.trainer.commit(stage.version_0)
         stage.trainer.wait_for_rewards(1, PER_STEP)
         return stage.contents(1)
@@ -277,6 +281,22 @@ def test_a_worker_that_died_comes_back_to_the_same_bits(stage: Stage, tmp_path: 
     assert len(stage.tape.rows("reward_assigned")) == PER_STEP
 
 
+def test_a_batch_that_was_half_recorded_is_completed_row_by_row(stage: Stage, tmp_path: Path) -> None:
+    """Batches of one group each; the worker dies in the second one, after two of its four rollouts have ended."""
+    stage.begin()
+    dying = stage.worker(dies_at=("rollout_ended", 2), num_spared=1, rows_per_batch=SIZE)
+    stage.trainer.commit(stage.version_0)
+    assert isinstance(dying.join().error, Killed)
+    stage.worker(rows_per_batch=SIZE)
+    stage.trainer.wait_for_rewards(1, PER_STEP)
+    assert stage.contents(1) == undisturbed(tmp_path / "undisturbed", rows_per_batch=SIZE)
+    abandoned = stage.tape.rows("attempt_abandoned")
+    places = {
+        row["trajectory_id"]: (row["group_ordinal"], row["member"]) for row in stage.tape.rows("rollout_dispatched")
+    }
+    assert sorted(places[row["trajectory_id"]] for row in abandoned) == [(1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
+
+
 def test_a_worker_that_comes_back_after_its_step_adds_nothing(stage: Stage) -> None:
     stage.begin()
     first = stage.worker()
@@ -330,6 +350,25 @@ def test_a_new_run_epoch_makes_abandoned_steps_again(stage: Stage) -> None:
         for run in row["version_runs"]
     }
     assert epochs == {2}
+
+
+def test_a_late_worker_finds_what_an_abandoned_line_left(stage: Stage) -> None:
+    """The batch of the new line was formed after the rollouts of the old one; the worker sees all of it at once."""
+    stage.begin()
+    first = stage.worker()
+    stage.trainer.commit(stage.version_0)
+    stage.trainer.wait_for_rewards(1, PER_STEP)
+    stage.trainer.complete(1, version_out=0)
+    stage.trainer.wait_for_rewards(2, PER_STEP)
+    first.worker.stop()
+    first.join()
+    stage.trainer.resume_run(2, continues_from_step=0)
+    stage.trainer.complete(1, version_out=0)
+    stage.worker()
+    stage.tape.wait_for("step 2 again", lambda: len(stage.tape.rows("reward_assigned")) == 3 * PER_STEP)
+    assert {row["reason"] for row in stage.tape.rows("attempt_abandoned")} == {"superseded"}
+    assert len(stage.tape.rows("attempt_abandoned")) == PER_STEP
+    assert len({row["trajectory_id"] for row in stage.tape.rows("rollout_dispatched")}) == 2 * PER_STEP
 
 
 def test_a_step_that_was_skipped_keeps_the_version(stage: Stage) -> None:

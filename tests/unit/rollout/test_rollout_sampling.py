@@ -71,6 +71,10 @@ def test_top_p_keeps_the_shortest_head_that_reaches_it(top_p: float, kept: list[
     assert torch.nonzero(mask[0])[:, 0].tolist() == kept
 
 
+def test_top_p_that_is_reached_exactly_is_enough() -> None:
+    assert support_mask(torch.zeros(1, 4), top_k=0, top_p=0.5).tolist() == [[True, True, False, False]]
+
+
 def test_top_p_counts_within_what_top_k_kept() -> None:
     # of {0, 2} token 0 holds two thirds
     assert support_mask(LOGITS, top_k=2, top_p=0.6).tolist() == [[True, False, False, False]]
