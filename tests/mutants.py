@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Final
 os.environ["OMP_NUM_THREADS"] = "1"
 
 ROOT: Final = Path(__file__).resolve().parent.parent
+MAX_WORKERS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,27 +132,27 @@ def _run_tests(folder: str, tests: tuple[str, ...], connection: Connection) -> N
 
 
 def judge(folder: Path, tests: tuple[str, ...], timeout_s: float = 120.0) -> Outcome:
-    """Run tests against the copy in ``folder``; a run that hangs or dies kills the mutant as well."""
+    """Run tests against the copy in ``folder``. A run that dies kills the mutant; one that hangs proves nothing."""
     start = time.monotonic()
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run_tests, args=(str(folder), tests, sender))
     process.start()
     sender.close()
-    code, failed, num_passed = 0, [], 0
+    failed: list[str] = []
+    problem = ""
     try:
         if receiver.poll(timeout_s):
             code, failed, num_passed = receiver.recv()
+            if not failed and (code != 0 or num_passed == 0):
+                problem = f"pytest ended with {code} and {num_passed} passed tests: nothing was judged"
         else:
-            failed = ["(no answer within the time allowed)"]
+            problem = f"no answer within {timeout_s:.0f} s"
     except EOFError:
         failed = ["(the process died)"]
     process.kill()
     process.join()
-    outcome = Outcome(killed=bool(failed), failed=failed, seconds=time.monotonic() - start)
-    if not failed and (code != 0 or num_passed == 0):
-        outcome.problem = f"pytest ended with {code} and {num_passed} passed tests: nothing was judged"
-    return outcome
+    return Outcome(killed=bool(failed), failed=failed, problem=problem, seconds=time.monotonic() - start)
 
 
 def preload() -> None:
@@ -187,6 +189,13 @@ def check(mutant: Mutant) -> Outcome:
         return Outcome(killed=False, problem=problem) if problem else judge(folder, mutant.tests)
 
 
+def describe(mutant: Mutant, outcome: Outcome) -> str:
+    """One line of the table: verdict, time, place, name, and the test that failed or what is wrong."""
+    verdict = "killed  " if outcome.killed else "SURVIVED"
+    detail = outcome.failed[0].removeprefix("tests/") if outcome.failed else outcome.problem or " ".join(mutant.tests)
+    return f"{verdict} {outcome.seconds:5.1f} s  {mutant.module:<20} {mutant.name:<40} {detail}"
+
+
 def main(words: list[str]) -> int:
     """Judge the mutants and print a table."""
     start = time.monotonic()
@@ -205,14 +214,11 @@ def main(words: list[str]) -> int:
         print(f"the unedited source fails: {unedited.problem or unedited.failed[0]}")
         return 1
     survivors = 0
-    for mutant in chosen:
-        outcome = check(mutant)
-        survivors += not outcome.killed
-        verdict = "killed  " if outcome.killed else "SURVIVED"
-        detail = (
-            outcome.failed[0].removeprefix("tests/") if outcome.failed else outcome.problem or ", ".join(mutant.tests)
-        )
-        print(f"{verdict} {outcome.seconds:5.1f} s  {mutant.module:<20} {mutant.name:<40} {detail}", flush=True)
+    workers = min(MAX_WORKERS, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork")) as pool:
+        for mutant, outcome in zip(chosen, pool.map(check, chosen), strict=True):
+            survivors += not outcome.killed
+            print(describe(mutant, outcome), flush=True)
     print(f"{len(chosen) - survivors} of {len(chosen)} mutants killed in {time.monotonic() - start:.0f} s")
     return 1 if survivors else 0
 
