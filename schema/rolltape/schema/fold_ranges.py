@@ -143,6 +143,8 @@ def spread_ranges(starts: Ints, lengths: Ints, values: Array, size: int, default
     gaps = np.diff(starts, append=size)
     gaps -= lengths
     lead = int(starts[0]) if len(starts) else size
+    if not lead and not gaps.any() and (values == values[:1]).all():
+        return np.full(size, values[0] if len(values) else default, values.dtype)
     if (gaps >= 0).all():
         steps = np.stack([lengths, gaps], axis=1).ravel()
         spread = np.stack([values, np.full(len(values), default, values.dtype)], axis=1).ravel()
@@ -167,10 +169,26 @@ def count_by(groups: Ints, num_groups: int) -> Ints:
     return counts
 
 
+def constant(value: bool, size: int) -> Bools:
+    """``size`` times ``value`` (``bool``), read-only and without memory of its own."""
+    return np.broadcast_to(np.bool_(value), (size,))
+
+
+def is_constant(values: Bools) -> bool:
+    """Whether the array is known, without a look at it, to hold one value throughout (not empty)."""
+    return values.strides == (0,) and len(values) > 0
+
+
 def bool_array(values: Bools) -> pa.Array:
     """A NumPy boolean array as Arrow's packed bits."""
-    packed = np.packbits(values, bitorder="little")
-    return pa.Array.from_buffers(pa.bool_(), len(values), [None, pa.py_buffer(packed)])
+    size = len(values)
+    if is_constant(values):
+        packed = np.full(-(-size // 8), 255 if values[0] else 0, np.uint8)
+        if size % 8 and values[0]:
+            packed[-1] = (1 << size % 8) - 1
+    else:
+        packed = np.packbits(values, bitorder="little")
+    return pa.Array.from_buffers(pa.bool_(), size, [None, pa.py_buffer(packed)])
 
 
 def nullable_array(values: Array, valid: Bools | None, type_: pa.DataType) -> pa.Array:

@@ -21,6 +21,7 @@ from rolltape.schema.fold_ranges import (
     Ints,
     Lists,
     bools_of,
+    constant,
     copy_ranges,
     count_by,
     expand_ranges,
@@ -34,7 +35,7 @@ from rolltape.schema.fold_ranges import (
     valid_of,
 )
 from rolltape.schema.fold_schema import UNKNOWN_VERSION
-from rolltape.schema.trust import trusted_log_probs
+from rolltape.schema.trust import MAX_LOG_PROB, SENTINELS, trusted_log_probs
 
 _BLOCK: Final = 1 << 16  # log-probs that fit the processor's cache
 
@@ -99,11 +100,13 @@ class Sampled:
 def sampled_tokens(layout: Layout, actions: KindRows) -> Sampled:
     """Which tokens the policy sampled: all of an action, or where its origin is declared only the runs called so."""
     is_action = layout.is_action
-    mask = np.repeat(is_action, layout.length)
     counts = np.where(is_action, layout.length, 0)
     runs = lists_of(actions.field("origin_runs"))
     declared = np.flatnonzero(is_action)
     declared = declared[runs.lengths[layout.events.row[declared]] > 0]
+    if is_action.all() and not len(declared):
+        return Sampled(mask=constant(True, layout.num_tokens), counts=counts, whole=True, everything=True)
+    mask = np.repeat(is_action, layout.length)
     for event in declared.tolist():
         row = int(layout.events.row[event])
         begin, length = int(layout.start[event]), int(layout.length[event])
@@ -188,6 +191,8 @@ def flat_versions(layout: Layout, runs: VersionRuns, sampled: Sampled) -> Ints:
 
 def observation_tokens(layout: Layout) -> Bools:
     """Bool ``[N]``: tokens of observations."""
+    if layout.is_action.all():
+        return constant(False, layout.num_tokens)
     observed: Bools = np.repeat(~layout.is_action, layout.length)
     return observed
 
@@ -206,12 +211,19 @@ def count_untrusted(layout: Layout, log_probs: LogProbs, sampled: Sampled, num_k
     for low in range(0, layout.num_tokens, _BLOCK):
         block = slice(low, low + _BLOCK)
         valid = None if log_probs.valid is None else log_probs.valid[block]
+        if valid is None and _surely_trusted(log_probs.values[block]):
+            continue
         trusted = trusted_log_probs(log_probs.values[block], valid)
         if not trusted.all():
             places = low + np.flatnonzero(sampled.mask[block] & ~trusted)
             events = np.searchsorted(layout.start, places, side="right") - 1
             counts += count_by(layout.events.key[events], num_keys)
     return counts
+
+
+def _surely_trusted(values: Array) -> bool:
+    """Whether the bounds of a block alone say that all of it is trusted (a NaN makes both of them NaN)."""
+    return bool(values.max() <= MAX_LOG_PROB and values.min() > max(SENTINELS))
 
 
 def support_is_known(actions: KindRows) -> Bools:

@@ -66,13 +66,10 @@ class FlatSegments:
     def has_action(self) -> npt.NDArray[np.bool_]:
         """Whether each row has a token to train."""
         starts, ends = self.mask_at[:-1], self.mask_at[1:]
-        found = np.zeros(len(starts), np.bool_)
-        filled = ends > starts
-        if filled.any():
-            # Between two starts of filled rows there are only empty ones, so each reduction covers its row exactly;
-            # the last one must not run past its end.
-            bounded = self.mask[: ends[filled][-1]]
-            found[filled] = np.logical_or.reduceat(bounded, starts[filled])
+        found = ends > starts
+        found[found] = self.mask[starts[found]]  # most rows begin with a sampled token
+        for row in np.flatnonzero(~found & (ends > starts)).tolist():
+            found[row] = self.mask[starts[row] : ends[row]].any()
         return found
 
 
@@ -86,12 +83,24 @@ def _values(column: pa.ListArray) -> tuple[npt.NDArray[Any], Offsets]:
     offsets = np.asarray(column.offsets, dtype=np.int64)
     child = column.values
     if pa.types.is_boolean(child.type):
-        return child.fill_null(False).to_numpy(zero_copy_only=False), offsets
+        return _bools(child), offsets
     width = np.dtype(child.type.to_pandas_dtype())
     buffer = child.buffers()[1]
     if buffer is None:
         return np.empty(0, width), offsets
     return np.frombuffer(buffer, width)[child.offset : child.offset + len(child)], offsets
+
+
+def _bools(child: pa.BooleanArray) -> npt.NDArray[np.bool_]:
+    if child.null_count:
+        child = child.fill_null(False)
+    if not len(child):
+        return np.empty(0, np.bool_)
+    first = child.offset // 8
+    end = child.offset + len(child)
+    packed = np.frombuffer(child.buffers()[1], np.uint8, -(-end // 8) - first, first)
+    bits = np.unpackbits(packed, count=end - 8 * first, bitorder="little")
+    return bits[child.offset - 8 * first :].view(np.bool_)
 
 
 class BatchBuilder:
@@ -121,9 +130,11 @@ class BatchBuilder:
         lengths = contexts + responses
         start = self._num_tokens
         self._reserve(start + int(lengths.sum()), max(row_member, default=0) + 1)
+        columns = (flat.prompt_at, flat.response_at, flat.mask_at, flat.log_probs_at, flat.versions_at)
+        begins = [at[rows].tolist() for at in columns]
         # One slice copy a row and column: a few microseconds a row, memcpy speed for long ones.
-        for row, context, response in zip(rows.tolist(), contexts.tolist(), responses.tolist(), strict=True):
-            self._copy(flat, row, start, start + context, start + context + response)
+        for context, response, *places in zip(contexts.tolist(), responses.tolist(), *begins, strict=True):
+            self._copy(flat, places, start, start + context, start + context + response)
             start += context + response
         self._num_tokens = start
         self._context_lengths += contexts.tolist()
@@ -141,20 +152,21 @@ class BatchBuilder:
             new[: self._num_tokens] = old[: self._num_tokens]
             setattr(self, name, new)
 
-    def _copy(self, flat: FlatSegments, row: int, start: int, middle: int, end: int) -> None:
+    def _copy(self, flat: FlatSegments, places: Sequence[int], start: int, middle: int, end: int) -> None:
+        """Copy a row whose columns begin at ``places``: context to ``start:middle``, response to ``middle:end``."""
+        prompt, response, mask, log_prob, version = places
         length = end - middle
-        self._token_ids[start:middle] = flat.prompt[flat.prompt_at[row] : flat.prompt_at[row + 1]]
-        self._token_ids[middle:end] = flat.response[flat.response_at[row] : flat.response_at[row + 1]]
+        self._token_ids[start:middle] = flat.prompt[prompt : prompt + middle - start]
+        self._token_ids[middle:end] = flat.response[response : response + length]
         self._action_mask[start:middle] = False
-        self._action_mask[middle:end] = flat.mask[flat.mask_at[row] : flat.mask_at[row + 1]]
+        self._action_mask[middle:end] = flat.mask[mask : mask + length]
         self._log_probs[start:middle] = 0.0
-        first = flat.log_probs_at[row]
-        self._log_probs[middle:end] = flat.log_probs[first : first + length]
+        self._log_probs[middle:end] = flat.log_probs[log_prob : log_prob + length]
         if flat.null is not None:
-            bad = flat.null[first : first + length] & self._action_mask[middle:end]
+            bad = flat.null[log_prob : log_prob + length] & self._action_mask[middle:end]
             self._log_probs[middle:end][bad] = np.nan
         self._versions[start:middle] = -1
-        self._versions[middle:end] = flat.versions[flat.versions_at[row] : flat.versions_at[row + 1]]
+        self._versions[middle:end] = flat.versions[version : version + length]
 
     def finish(self, *, rewards: Sequence[float], groups: Sequence[int], is_padding: Sequence[bool]) -> PackedBatch:
         """The batch of all rows added; ``rewards``, dense ``groups`` and ``is_padding`` are of its M members."""
