@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
 
-import numpy as np
 import pyarrow as pa
 
 from rolltape.ingest.conflicts import ConflictWindow, ContentLookup
-from rolltape.ingest.lanes import NOTHING, Lane, lane_marks, log_app_id
+from rolltape.ingest.lanes import NOTHING, Gap, Lane, lane_marks, log_app_id
 from rolltape.ingest.refused import (
     UNKNOWN_RUN,
     dead_letter_batch,
@@ -27,11 +26,12 @@ from rolltape.ingest.refused import (
     payload_fields,
     reason_of,
 )
+from rolltape.ingest.stamping import check_lane, joined, partition_of_app, place, stamp
 from rolltape.schema import reasons
 from rolltape.schema.codec import Record, decode
 from rolltape.schema.cursor import Partition
 from rolltape.schema.envelope import SCHEMA_VERSION
-from rolltape.schema.errors import CodecError, LaneGapError, ValidationError
+from rolltape.schema.errors import CodecError, ValidationError
 from rolltape.schema.identity import derived_id
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema
@@ -50,26 +50,6 @@ class Outcome(Enum):
     ACCEPTED = "accepted"
     DUPLICATE = "duplicate"
     PARKED = "parked"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gap:
-    """A lane that stands still: ``first`` to ``last`` are missing, ``waiting`` are there behind them."""
-
-    lane: Lane
-    first: int
-    last: int
-
-    def error(self) -> LaneGapError:
-        """The error that names the range."""
-        return LaneGapError(str(self))
-
-    def __str__(self) -> str:
-        return (
-            f"lane {self.lane}: expected lane_seq {self.first}, got {self.last + 1}: "
-            f"{self.first} to {self.last} are missing; the lane stands still until they come, or until an operator "
-            "accepts the loss (rolltape.ingest.deadletters.accept_loss)"
-        )
 
 
 class ArchiveTarget(ContentLookup, Protocol):
@@ -115,7 +95,7 @@ class Archive:
         self._offsets = {
             partition: version
             for app_id, version in transactions.items()
-            if (partition := _partition_of(app_id)) is not None
+            if (partition := partition_of_app(app_id)) is not None
         }
         self._staged = _Staged()
         self._parked: dict[Lane, dict[int, int]] = {}
@@ -216,7 +196,7 @@ class Archive:
                     "expected a value with the checksum of its frame, got other bytes: they were damaged on disk"
                 )
             batch = decode(record.value, kind=kind_named(record.headers.kind).name)
-            _check_lane(batch, record)
+            check_lane(batch, record)
         except _REFUSED_ERRORS as error:
             self._add_letters(letters_of_record(record, reason=reason_of(error), detail=str(error)), record, offset)
             return True
@@ -263,7 +243,7 @@ class Archive:
                     **letter,
                     **source,
                     **self._own_lane(partition),
-                    **_place(partition, offset),
+                    **place(partition, offset),
                 }
             )
 
@@ -299,7 +279,7 @@ class Archive:
             **payload_fields(b"", "raw", None),
         }
         self._staged.letters.setdefault(partition, []).append(
-            {**letter, **self._own_lane(partition), **_place(partition, offset)}
+            {**letter, **self._own_lane(partition), **place(partition, offset)}
         )
         self._staged.marks[lane] = through
 
@@ -334,7 +314,7 @@ class Archive:
                 "detail": str(gap),
             },
             **self._own_lane(CONTROL),
-            **_place(CONTROL, self._take_offset(CONTROL, None)),
+            **place(CONTROL, self._take_offset(CONTROL, None)),
         }
         self._staged.batches.setdefault("alarm_raised", []).append(pa.RecordBatch.from_pylist([row], schema=schema))
 
@@ -351,7 +331,7 @@ class Archive:
         tables = {kind: pa.Table.from_batches(batches) for kind, batches in staged.batches.items()}
         if staged.letters:
             batches = [dead_letter_batch(staged.letters[partition]) for partition in sorted(staged.letters)]
-            tables["dead_letter"] = _joined("dead_letter", tables.get("dead_letter"), batches)
+            tables["dead_letter"] = joined("dead_letter", tables.get("dead_letter"), batches)
         transactions = {lane.app_id: mark for lane, mark in staged.marks.items()}
         expected: dict[str, int | None] = {lane.app_id: self._marks.get(lane) for lane in staged.marks}
         for partition, offset in staged.offsets.items():
@@ -368,55 +348,3 @@ class Archive:
         """The offset to store: never behind a parked record, which a restart has to read again."""
         parked = self._parked_offsets.get(partition)
         return offset if parked is None else min(offset, parked - 1)
-
-
-def stamp(batch: pa.RecordBatch, partition: Partition, offset: int) -> pa.RecordBatch:
-    """The batch with the log's own columns filled: all rows of a record share them."""
-    names, num_rows = batch.schema.names, batch.num_rows
-    columns = list(batch.columns)
-    columns[names.index("log_topic")] = pa.repeat(pa.scalar(partition.topic), num_rows)
-    columns[names.index("log_partition")] = pa.repeat(pa.scalar(partition.partition, pa.int32()), num_rows)
-    columns[names.index("log_offset")] = pa.repeat(pa.scalar(offset, pa.int64()), num_rows)
-    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
-
-
-def _place(partition: Partition, offset: int) -> dict[str, Any]:
-    return {"log_topic": partition.topic, "log_partition": partition.partition, "log_offset": offset}
-
-
-def _joined(kind: str, table: pa.Table | None, batches: list[pa.RecordBatch]) -> pa.Table:
-    """Rows of several partitions of one kind, each partition's in one piece and in the order of its offsets."""
-    whole = pa.Table.from_batches(
-        [*(table.to_batches() if table is not None else ()), *batches], schema=arrow_schema(kind)
-    )
-    order = [("log_topic", "ascending"), ("log_partition", "ascending"), ("log_offset", "ascending")]
-    return whole.sort_by(order) if whole.num_rows > 1 else whole
-
-
-def _partition_of(app_id: str) -> Partition | None:
-    if not app_id.startswith("log/"):
-        return None
-    topic, partition = app_id.removeprefix("log/").rsplit("/", 1)
-    return Partition(topic, int(partition))
-
-
-def _check_lane(batch: pa.RecordBatch, record: Record) -> None:
-    """Rows must be what the headers say, or a poisoned record could move another producer's lane."""
-    headers = record.headers
-    expected = np.arange(headers.first_lane_seq, headers.last_lane_seq + 1)
-    lane_seqs = batch.column("lane_seq").to_numpy(zero_copy_only=False)
-    if not np.array_equal(lane_seqs, expected):
-        raise HeaderMismatchError(
-            f"expected rows with lane_seq {headers.first_lane_seq} to {headers.last_lane_seq} as in the headers, got "
-            f"{batch.num_rows} rows from {lane_seqs[0] if len(lane_seqs) else None}"
-        )
-    for name, value in (("producer_id", headers.producer_id), ("producer_epoch", headers.producer_epoch)):
-        came = batch.column(name).unique().to_pylist()
-        if came != [value]:
-            raise HeaderMismatchError(f"expected {name} {value!r} in every row as in the headers, got {came[:3]}")
-
-
-class HeaderMismatchError(CodecError):
-    """Headers that contradict the rows."""
-
-    reason: Final = reasons.HEADER_MISMATCH

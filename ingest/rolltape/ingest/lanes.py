@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from rolltape.schema.cursor import Partition
-from rolltape.schema.errors import ConfigError
+from rolltape.schema.errors import ConfigError, LaneGapError
 
 LANE_PREFIX: Final = "lane/"
 LOG_PREFIX: Final = "log/"
@@ -41,6 +42,26 @@ class Lane(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.producer_id} epoch {self.producer_epoch} on {self.topic}/{self.partition}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A lane that stands still: ``first`` to ``last`` are missing, ``waiting`` are there behind them."""
+
+    lane: Lane
+    first: int
+    last: int
+
+    def error(self) -> LaneGapError:
+        """The error that names the range."""
+        return LaneGapError(str(self))
+
+    def __str__(self) -> str:
+        return (
+            f"lane {self.lane}: expected lane_seq {self.first}, got {self.last + 1}: "
+            f"{self.first} to {self.last} are missing; the lane stands still until they come, or until an operator "
+            "accepts the loss (rolltape.ingest.deadletters.accept_loss)"
+        )
 
 
 def parse_lane(app_id: str) -> Lane | None:

@@ -14,7 +14,7 @@ from rolltape.schema.build import RefusedRow
 from rolltape.schema.codec import Record, encode
 from rolltape.schema.columns import TIMESTAMP_US
 from rolltape.schema.envelope import SCHEMA_VERSION
-from rolltape.schema.errors import CodecError, SchemaVersionError, UnknownKindError
+from rolltape.schema.errors import CodecError, HeaderMismatchError, SchemaVersionError, UnknownKindError
 from rolltape.schema.identity import derived_id
 from rolltape.schema.render import arrow_schema
 
@@ -57,6 +57,8 @@ def reason_of(error: Exception) -> str:
             return reasons.SCHEMA_VERSION
         case UnicodeDecodeError():
             return reasons.BROKEN_UTF8
+        case HeaderMismatchError():
+            return reasons.HEADER_MISMATCH
         case CodecError() | pa.ArrowException():
             return reasons.TRUNCATED_PAYLOAD
         case _:

@@ -7,6 +7,7 @@
     │   ├── UnknownKindError                 no such event kind
     │   └── SchemaVersionError               a newer major version, or none
     ├── CodecError (ValueError)              bytes that are no record of ours
+    │   └── HeaderMismatchError              a record's headers contradict its rows
     ├── CursorError (ValueError)             a cursor that cannot be read
     ├── ConfigError (ValueError)             an option outside its range, or unknown
     ├── IntegrityError (RuntimeError)        the tape contradicts itself or a digest
@@ -50,6 +51,10 @@ class SchemaVersionError(ValidationError):
 
 class CodecError(RolltapeError, ValueError):
     """Bytes that are not a record of ours, or a truncated one."""
+
+
+class HeaderMismatchError(CodecError):
+    """A record whose headers contradict its rows; names both."""
 
 
 class CursorError(RolltapeError, ValueError):
