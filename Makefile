@@ -9,7 +9,7 @@
 #   make venv           only the set-up
 #
 # TORCH_INDEX=URL takes torch from another package index: use it where pip would fetch a build for an accelerator
-# that you do not have. ARGS="…" goes to the program that a target starts; for bench it names the programs.
+# that you do not have. ARGS="…" goes to the program that a target starts.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -74,7 +74,7 @@ mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py $(ARGS)
 
 bench: $(VENV)/.installed
-	@for program in $(or $(ARGS),benchmarks/bench_*.py); do echo "== $$program"; $(BIN)/python $$program; done
+	$(BIN)/python -m benchmarks $(ARGS)
 
 lint: $(VENV)/.installed types imports
 	$(BIN)/ruff check .
