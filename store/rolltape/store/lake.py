@@ -29,6 +29,7 @@ from rolltape.store import parquet
 from rolltape.store.beside import beside
 from rolltape.store.evolution import missing_fields
 from rolltape.store.location import Location, store_errors
+from rolltape.store.recent import RecentTables
 from rolltape.store.row_filter import RowFilter
 from rolltape.store.snapshot import VACUUM_TRANSACTION, DataFile, Snapshot
 from rolltape.store.transaction_log import Actions, NewFile, TransactionLog, describe_file
@@ -67,6 +68,7 @@ class Lake:
         self.read_only = read_only
         self.table = location.child("events")
         self.log = TransactionLog(self.table)
+        self.recent = RecentTables()
         self._snapshot = snapshot
         self._lock = threading.RLock()
 
@@ -303,6 +305,7 @@ class Lake:
         data = parquet.encode_file(kind, table)
         path = f"{kind}-{uuid.uuid4().hex}.parquet"
         self.table.child(path).write_unique(data)
+        self.recent.put(path, table)
         return describe_file(path, data.size, kind, table)
 
     def commit(self, write: Callable[[], Actions], allowed: Callable[[Snapshot], None]) -> Commit:

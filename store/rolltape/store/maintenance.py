@@ -181,13 +181,21 @@ def _paths(snapshot: Snapshot) -> set[str]:
 
 def _merge(lake: Lake, run: Sequence[DataFile]) -> NewFile:
     kind = run[0].kind
-    table = in_log_order(lake.read_files(run, kind))
+    table = in_log_order(_rows(lake, run, kind))
     expected = sum(file.num_rows for file in run)
     if table.num_rows != expected:
         raise StoreError(
             f"expected {expected} rows of {kind} in {len(run)} data files, read {table.num_rows}; nothing was changed"
         )
     return lake.write_files({kind: table})[0]
+
+
+def _rows(lake: Lake, run: Sequence[DataFile], kind: str) -> pa.Table:
+    """Rows of the files, from memory where this handle wrote them lately."""
+    kept = {file.path: lake.recent.take(file.path, kind) for file in run}
+    rest = [file for file in run if kept[file.path] is None]
+    tables = [table for table in kept.values() if table is not None]
+    return pa.concat_tables([lake.read_files(rest, kind), *tables])
 
 
 def in_log_order(table: pa.Table) -> pa.Table:
@@ -204,6 +212,8 @@ def in_log_order(table: pa.Table) -> pa.Table:
 
 def _is_known(lake: Lake, data_file: DataFile) -> bool:
     """Whether this version knows every field of the file; rewriting others would lose what a newer version wrote."""
+    if data_file.path in lake.recent:
+        return True
     with parquet.open_file(lake.table.child(data_file.path)) as file:
         ours = arrow_schema(data_file.kind)
         return all(

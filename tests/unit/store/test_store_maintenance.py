@@ -16,6 +16,7 @@ from rolltape.schema.errors import CommitterFencedError, StoreError
 from rolltape.store import Lake, parquet
 from rolltape.store import maintenance as maintenance_module
 from rolltape.store.maintenance import Policy, checkpoint, clean_logs, compact, in_log_order, maintain, vacuum
+from rolltape.store.recent import RecentTables
 
 KINDS = ("action_sampled", "reward_assigned")
 
@@ -49,6 +50,30 @@ def test_compaction_keeps_rows_order_and_marks(filled: Lake) -> None:
     actions = [json.loads(line) for line in log.splitlines()]
     assert {a[kind]["dataChange"] for a in actions for kind in ("add", "remove") if kind in a} == {False}
     assert compact(filled).version is None
+
+
+def test_compaction_takes_recent_rows_from_memory(filled: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = contents(filled)
+    kept = {file.path for file in filled.snapshot().files}
+    assert all(path in filled.recent for path in kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "open_file", lambda place: pytest.fail(f"{place} was read"))
+        compact(filled)
+    assert not any(path in filled.recent for path in kept)
+    assert contents(Lake.open(filled.location)) == before
+
+
+def test_recent_tables_are_bounded() -> None:
+    recent = RecentTables(max_bytes=3_000)
+    table = pa.table({"kind": ["reward_assigned"], "run_id": ["r" * 1_000]})
+    for number in range(5):
+        recent.put(f"file-{number}", table)
+    assert [f"file-{number}" in recent for number in range(5)] == [False, False, False, True, True]
+    assert recent.take("file-0", "reward_assigned") is None
+    kept = recent.take("file-4", "reward_assigned")
+    assert kept is not None
+    assert kept["run_id"].to_pylist() == ["r" * 1_000]
+    assert "file-4" not in recent
 
 
 def test_compacted_row_groups_are_bounded(lake: Lake, feed: Any) -> None:
