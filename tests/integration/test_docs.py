@@ -25,6 +25,8 @@ DOCUMENTS = sorted(
     if ".venv" not in path.parts
 )
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+MODULE = re.compile(r"`([\w/…*]+\.py)`")
+ROOMS = ("schema", "store", "ingest", "numerics", "trainers", "rollout", "recipes")
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
 # Commands that end by themselves in seconds; those that train are only parsed.
 LIGHT = {"import", "sql", "verify", "compact", "show"}
@@ -69,6 +71,13 @@ def test_the_first_command_stands_in_the_first_twenty_lines() -> None:
 def test_links_lead_to_files(path: Path) -> None:
     targets = [target for target in LINK.findall(path.read_text(encoding="utf-8")) if "://" not in target]
     assert [target for target in targets if not (path.parent / target).exists()] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_modules_that_a_document_names_exist(path: Path) -> None:
+    named = {name.rpartition("/")[2] for name in MODULE.findall(path.read_text(encoding="utf-8"))}
+    places = [ROOT / name for name in (*ROOMS, "tests", "benchmarks")]
+    assert sorted(name for name in named if not any(any(place.rglob(name)) for place in places)) == []
 
 
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if snippets(path, "python")], ids=name_of)
