@@ -7,7 +7,7 @@ on the order of arrival; where copies differ, the event is disputed and its atte
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.schema.envelope import STAMPED_BY_LOG
-from rolltape.schema.fold_ranges import Bools, Ints, ints_of, single, valid_of
+from rolltape.schema.fold_ranges import Bools, Ints, field_of, ints_of, single, valid_of
 from rolltape.schema.render import arrow_schema
 
 TIMELINE_KINDS: Final = (
@@ -64,7 +64,7 @@ class KindRows:
     def column(self, name: str) -> pa.Array:
         """An envelope or token column; null throughout where the table was read without it."""
         if name not in self._columns:
-            self._columns[name] = _selected(_column(self.table, self.kind, name), self.rows)
+            self._columns[name] = _selected(_column(self.table, self.kind, name).chunks, self.rows)
         return self._columns[name]
 
     def field(self, name: str) -> pa.Array:
@@ -72,11 +72,10 @@ class KindRows:
         path = f"{self.kind}.{name}"
         if path not in self._columns:
             struct = _column(self.table, self.kind, self.kind)
-            index = struct.type.get_field_index(name)
-            if index < 0:
-                chosen = pa.nulls(self.num_rows, arrow_schema(self.kind).field(self.kind).type.field(name).type)
+            if struct.type.get_field_index(name) >= 0:
+                chosen = _selected([field_of(chunk, name) for chunk in struct.chunks], self.rows)
             else:
-                chosen = _selected(pc.struct_field(struct, [index]), self.rows)
+                chosen = pa.nulls(self.num_rows, arrow_schema(self.kind).field(self.kind).type.field(name).type)
             self._columns[path] = chosen
         return self._columns[path]
 
@@ -160,18 +159,18 @@ def _column(table: pa.Table, kind: str, name: str) -> pa.ChunkedArray:
     return pa.chunked_array([pa.nulls(table.num_rows, arrow_schema(kind).field(name).type)])
 
 
-def _selected(column: pa.ChunkedArray, rows: Ints | None) -> pa.Array:
-    """``rows`` of ``column`` chunk by chunk, so that only what is selected has to fit one array's offsets."""
+def _selected(chunks: Sequence[pa.Array], rows: Ints | None) -> pa.Array:
+    """``rows`` of a column chunk by chunk, so that only what is selected has to fit one array's offsets."""
     if rows is None:
-        return single(column)
+        return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
     pieces = []
     first = 0
-    for chunk in column.chunks:
+    for chunk in chunks:
         low, high = np.searchsorted(rows, [first, first + len(chunk)])
         if high > low:
             pieces.append(chunk.take(pa.array(rows[low:high] - first)))
         first += len(chunk)
-    return pa.concat_arrays(pieces) if pieces else pa.array([], column.type)
+    return pa.concat_arrays(pieces) if pieces else chunks[0][:0]
 
 
 def _distinct(kind: str, table: pa.Table) -> KindRows:

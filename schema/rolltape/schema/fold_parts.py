@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltape.schema.columns import INT32
 from rolltape.schema.fold_attempts import Attempts, judge_attempts, take_over
@@ -15,7 +14,7 @@ from rolltape.schema.fold_inputs import Keys, KindRows
 from rolltape.schema.fold_labels import ActionPlaces, Masks, Rewards, apply_masks, judge_rewards
 from rolltape.schema.fold_layout import Contexts, Layout, lay_out, read_contexts
 from rolltape.schema.fold_proof import Proof, prove_contexts
-from rolltape.schema.fold_ranges import Array, Bools, Ints, lists_of
+from rolltape.schema.fold_ranges import Array, Bools, Ints, field_of, lists_of, single
 from rolltape.schema.fold_timeline import Coverage, Timeline, cover, order_events
 from rolltape.schema.fold_tokens import (
     LogProbs,
@@ -125,7 +124,7 @@ def _redriven(events: Mapping[str, pa.Table]) -> pa.Array:
     if table is None or not table.num_rows:
         return pa.array([], pa.string())
     struct = table["dead_letter_redriven"]
-    return pc.struct_field(struct, [struct.type.get_field_index("dead_letter_event_id")]).combine_chunks()
+    return field_of(single(struct), "dead_letter_event_id")
 
 
 def int32_array(values: Ints, mask: Bools | None = None) -> pa.Array:

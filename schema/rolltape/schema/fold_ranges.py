@@ -43,6 +43,12 @@ def single(column: pa.ChunkedArray | pa.Array) -> pa.Array:
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
+def field_of(struct: pa.StructArray, name: str) -> pa.Array:
+    """A field of a struct array; null where the struct is."""
+    index = struct.type.get_field_index(name)
+    return pc.struct_field(struct, [index]) if struct.null_count else struct.field(index)
+
+
 def lists_of(array: pa.Array) -> Lists:
     """Take a list array apart; its slice offset is honoured (``values`` alone would ignore it)."""
     num_rows = len(array)
@@ -68,7 +74,9 @@ def valid_of(array: pa.Array) -> Bools:
 
 def bools_of(array: pa.Array, *, null: bool = False) -> Bools:
     """A boolean array as NumPy; nulls become ``null``."""
-    filled: Bools = pc.fill_null(array, null).to_numpy(zero_copy_only=False).astype(np.bool_, copy=False)
+    if array.null_count:
+        array = pc.fill_null(array, null)
+    filled: Bools = array.to_numpy(zero_copy_only=False).astype(np.bool_, copy=False)
     return filled
 
 

@@ -25,6 +25,7 @@ from rolltape.schema.fold_ranges import (
     copy_ranges,
     count_by,
     expand_ranges,
+    field_of,
     first_start,
     floats_of,
     ints_of,
@@ -165,12 +166,12 @@ def read_version_runs(layout: Layout, actions: KindRows) -> VersionRuns:
     runs = lists.values
 
     def of_run(name: str, null: int) -> Ints:
-        return ints_of(pc.struct_field(runs, [runs.type.get_field_index(name)]), null=null)[run_rows]
+        return ints_of(field_of(runs, name), null=null)[run_rows]
 
     start = np.clip(of_run("start", 0), 0, layout.length[action])
     length = np.clip(of_run("length", 0), 0, layout.length[action] - start)
     kept = length > 0
-    policy = pc.struct_field(runs, [runs.type.get_field_index("policy_id")]).take(pa.array(run_rows[kept]))
+    policy = field_of(runs, "policy_id").take(pa.array(run_rows[kept]))
     return VersionRuns(
         action=action[kept],
         start=layout.start[action[kept]] + start[kept],
@@ -231,7 +232,7 @@ def support_is_known(actions: KindRows) -> Bools:
     sampling = actions.field("sampling")
 
     def of(name: str) -> pa.Array:
-        return pc.struct_field(sampling, [sampling.type.get_field_index(name)])
+        return field_of(sampling, name)
 
     cut = (
         bools_of(pc.less(of("top_p"), 1.0))

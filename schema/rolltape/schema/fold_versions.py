@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from rolltape.schema.fold_inputs import Keys, KindRows
 from rolltape.schema.fold_layout import Layout
-from rolltape.schema.fold_ranges import Bools, Ints, ints_of, reduce_by, single, take_or_null
+from rolltape.schema.fold_ranges import Bools, Ints, field_of, ints_of, reduce_by, single, take_or_null
 from rolltape.schema.fold_schema import UNKNOWN_VERSION
 from rolltape.schema.fold_tokens import Sampled, VersionRuns
 
@@ -105,8 +104,8 @@ def _uses_aborted(runs: VersionRuns, run_key: Ints, keys: Keys, aborted: pa.Tabl
     if aborted is None or not aborted.num_rows or not len(runs.version):
         return used
     struct = single(aborted["weights_aborted"])
-    names = [pc.struct_field(struct, [struct.type.get_field_index(name)]) for name in ("policy_id", "version")]
-    epochs = ints_of(pc.struct_field(struct, [struct.type.get_field_index("policy_run_epoch")]))
+    names = [field_of(struct, name) for name in ("policy_id", "version")]
+    epochs = ints_of(field_of(struct, "policy_run_epoch"))
     columns = (single(aborted["run_id"]), names[0], epochs, ints_of(names[1]))
     refused = set(zip(*(column.tolist() for column in columns), strict=True))
     used_by = (keys.run_ids.take(pa.array(run_key)), runs.policy, runs.epoch, runs.version)
@@ -119,6 +118,5 @@ def _uses_aborted(runs: VersionRuns, run_key: Ints, keys: Keys, aborted: pa.Tabl
 def sampling_values(layout: Layout, actions: KindRows, sampled: Sampled, name: str, num_keys: int) -> Shared:
     """A field of the sampling configuration that all actions with sampled tokens should share."""
     events = np.flatnonzero(sampled.counts > 0)
-    sampling = actions.field("sampling")
-    values = pc.struct_field(sampling, [sampling.type.get_field_index(name)])
+    values = field_of(actions.field("sampling"), name)
     return shared_value(values.take(pa.array(layout.events.row[events])), layout.events.key[events], num_keys)
