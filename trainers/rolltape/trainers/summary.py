@@ -13,6 +13,7 @@ from rolltape.trainers.assembly import BatchPlan
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.metrics import policy_metrics
+from rolltape.trainers.staleness import lag_histogram, trajectory_lags
 from rolltape.trainers.step import StepOutcome
 
 
@@ -78,14 +79,24 @@ def _reward_metrics(batch: PackedBatch, outcome: StepOutcome) -> dict[str, float
 
 
 def _version_metrics(batch: PackedBatch, newest: int) -> dict[str, float]:
-    versions = batch.policy_versions[batch.action_mask]
+    """Staleness per token and per trajectory (its oldest token), and versions per trajectory (D26: published ones)."""
+    versions = batch.policy_versions[batch.action_mask].long()
     if not versions.numel():
         return {}
-    lag = newest - versions
-    metrics = {"token_lag_max": float(lag.max()), "token_lag_mean": float(lag.double().mean())}
-    for value, count in zip(*(t.tolist() for t in torch.unique(lag, return_counts=True)), strict=True):
-        metrics[f"token_lag/{value}"] = float(count)
-    return metrics
+    members = batch.row_member[batch.row_of_token()[batch.action_mask]]
+    token_lag = newest - versions
+    trajectory_lag = trajectory_lags(versions, members, len(batch.rewards), newest)[torch.unique(members)]
+    pairs = torch.unique(torch.stack([members, versions]), dim=1)
+    versions_each = torch.unique(pairs[0], return_counts=True)[1].double()
+    metrics = {
+        "token_lag_max": float(token_lag.max()),
+        "token_lag_mean": float(token_lag.double().mean()),
+        "trajectory_lag_max": float(trajectory_lag.max()),
+        "versions_per_trajectory_mean": float(versions_each.mean()),
+        "versions_per_trajectory_max": float(versions_each.max()),
+    }
+    metrics |= {f"token_lag/{lag}": float(count) for lag, count in lag_histogram(token_lag).items()}
+    return metrics | {f"trajectory_lag/{lag}": float(count) for lag, count in lag_histogram(trajectory_lag).items()}
 
 
 def component_means(rewards: pa.Table) -> dict[str, float]:
