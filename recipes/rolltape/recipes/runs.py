@@ -83,7 +83,7 @@ def start_run(lake: Lake, config: RunConfig, log: EmbeddedLog) -> bool:
             },
             chat_template_digest=tokenizer.chat_template_digest,
             precision={"state": "float32", "gemm": "float32", "rollout_weights": "float32", "kv": "float32"},
-            **describe_environment(),
+            **describe_environment(config.trainer.num_threads),
         )
         recorder.record_batch("problem_registered", environment.problem_columns())
         recorder.flush("logged")

@@ -23,14 +23,14 @@ def library_versions() -> list[dict[str, str]]:
     return versions
 
 
-def describe_environment() -> dict[str, Any]:
-    """The fields of ``run_started`` that describe where a trainer runs."""
+def describe_environment(num_threads: int | None = None) -> dict[str, Any]:
+    """The fields of ``run_started`` that describe where a trainer runs, with ``num_threads`` if not this process's."""
     device = describe_device()
     return {
         "libraries": library_versions(),
         "device": device.type,
         "cpu_capability": device.cpu_capability,
-        "num_threads": device.num_threads,
+        "num_threads": num_threads or device.num_threads,
         "world_size": 1,
     }
 
