@@ -21,11 +21,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
+from rolltape.ingest.importers import import_file
 from rolltape.schema.kinds import KINDS
 from rolltape.schema.render import arrow_schema
 from rolltape.store import Lake
 from rolltape.store.maintenance import checkpoint, clean_logs, compact, vacuum
 
+DATA = pathlib.Path(__file__).parents[2] / "data"
 KERNEL_HOME = os.environ.get("ROLLTAPE_DELTA_KERNEL_HOME")
 
 
@@ -207,3 +209,17 @@ def test_checkpoint_of_a_lake_without_compaction_is_read(lake: Lake, feed: Any) 
     clean_logs(lake)
     fill(lake, feed, 2)
     assert_agree(lake.location.local_path(), ["log/rollout/0"])
+
+
+def test_readers_agree_on_recorded_rollouts(lake: Lake) -> None:
+    import_file(lake, str(DATA / "nemogym" / "cc_rollouts_with_logprobs.jsonl"))
+    path = lake.location.local_path()
+    apps = sorted(app for app in lake.snapshot().transactions if app.startswith("log/"))
+    before = assert_agree(path, apps)
+    values = pa.concat_arrays([chunk.flatten() for chunk in lake.read("action_sampled")["rollout_log_probs"].chunks])
+    assert len(values) == 5_023
+    assert int((values.to_numpy() == 0.0).sum()) == 914
+    compact(lake)
+    checkpoint(lake)
+    clean_logs(lake)
+    assert assert_agree(path, apps) == before
