@@ -44,6 +44,8 @@ class Policy:
         checkpoint_interval: commits between two checkpoints.
         keep_versions: log files kept behind a checkpoint, so that live tails can go on reading them.
         commits_between: look no more often than this.
+        vacuum_interval: commits between two vacuums.
+        vacuum_age_s: files that a compaction replaced stay this long, for readers of older snapshots.
     """
 
     min_files: int = 32
@@ -51,6 +53,8 @@ class Policy:
     checkpoint_interval: int = 100
     keep_versions: int = 50
     commits_between: int = 8
+    vacuum_interval: int = 2_000
+    vacuum_age_s: float = DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +73,13 @@ class Maintenance:
     compaction: Compaction | None = None
     checkpoint_version: int | None = None
     num_log_files_deleted: int = 0
+    num_data_files_deleted: int = 0
 
 
 def maintain(lake: Lake, commits_since: int, policy: Policy | None = None) -> Maintenance | None:
     """One bounded round, to be called by the committer between commits, best when it is idle.
 
-    It compacts one run of files of one kind (the longest that is due) and writes a checkpoint when that is due.
+    It compacts one run of files of one kind (the longest that is due), and writes a checkpoint or vacuums when due.
     ``commits_since`` counts the commits since a call that did not return None. Bad luck against another maintainer is
     no error: it did the work.
     """
@@ -89,14 +94,16 @@ def maintain(lake: Lake, commits_since: int, policy: Policy | None = None) -> Ma
             compaction = _replace(lake, snapshot, [max(runs, key=len)])
         except CommitterFencedError:
             compaction = Compaction()
-    before = lake.log.checkpoint_version()
-    if lake.snapshot().version - max(before, 0) < rule.checkpoint_interval:
+    before = max(lake.log.checkpoint_version(), 0)
+    if lake.snapshot().version - before < rule.checkpoint_interval:
         return Maintenance(compaction=compaction)
     written = checkpoint(lake)
+    due = written // rule.vacuum_interval > before // rule.vacuum_interval
     return Maintenance(
         compaction=compaction,
         checkpoint_version=written,
         num_log_files_deleted=clean_logs(lake, keep_versions=rule.keep_versions),
+        num_data_files_deleted=len(vacuum(lake, safe_age_s=rule.vacuum_age_s)) if due else 0,
     )
 
 

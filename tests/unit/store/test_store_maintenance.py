@@ -164,15 +164,19 @@ def test_clean_logs_without_a_checkpoint_deletes_nothing(filled: Lake) -> None:
 
 
 def test_policy_compacts_and_checkpoints_in_time(lake: Lake, feed: Any) -> None:
-    policy = Policy(min_files=4, checkpoint_interval=6, keep_versions=1, commits_between=2)
+    policy = Policy(
+        min_files=4, checkpoint_interval=6, keep_versions=1, commits_between=2, vacuum_interval=12, vacuum_age_s=-1
+    )
     assert maintain(lake, 1, policy) is None
-    checkpoints = []
+    checkpoints, num_vacuumed = [], 0
     for _ in range(20):
         lake.append(*feed.commit(num_rollouts=2))
         done = maintain(lake, 2, policy)
         assert done is not None
         checkpoints.append(done.checkpoint_version)
+        num_vacuumed += done.num_data_files_deleted
     assert len(lake.snapshot().files) < 20
+    assert num_vacuumed > 10
     assert sum(version is not None for version in checkpoints) >= 3
     assert len(lake.log.folder.list()) < 14
     assert lake.read("reward_assigned").num_rows == 40
