@@ -68,6 +68,18 @@ def dis_gate(ratio: Tensor, eps_low: float, eps_high: float) -> Gate:
     return _rejecting(ratio, low, high, ratio)
 
 
+def closed_gate(ratio: Tensor, low: float, high: float) -> Gate:
+    """Keep ``low <= ratio <= high``, ends included; a kept token weighs its ratio (the score form of OPD, §4.7).
+
+    Raises:
+        ConfigError: not ``0 <= low <= high``.
+    """
+    if not 0.0 <= low <= high:
+        raise ConfigError(f"score_low, score_high: expected 0 <= score_low <= score_high, got {low} and {high}")
+    ratio = ratio.detach()
+    return _rejecting(ratio, ratio < bound(low, ratio), ratio > bound(high, ratio), ratio)
+
+
 def tis_gate(ratio: Tensor, low: float, high: float) -> Gate:
     """Truncated importance sampling: the weight is the ratio clamped to ``[low, high]``; every token contributes.
 

@@ -108,7 +108,7 @@ def icepop_policy_loss(
     Raises:
         ConfigError: an option outside its range, or tensors of different lengths.
     """
-    _check_lengths(current_logp, old_logp, rollout_logp, advantage, agg_w)
+    check_lengths(current_logp, old_logp, rollout_logp, advantage, agg_w)
     ratio = raw_ratio(old_logp, rollout_logp)
     if correction == "icepop":
         gate = icepop_gate(ratio, beta, pop_value=pop_value)
@@ -159,7 +159,7 @@ def clipped_policy_loss(
         ConfigError: an option outside its range, or tensors of different lengths.
     """
     _check_options(eps_low, eps_high, entropy, entropy_coef)
-    _check_lengths(current_logp, old_logp, gate.weights, advantage, agg_w)
+    check_lengths(current_logp, old_logp, gate.weights, advantage, agg_w)
     advantage = advantage.detach()
     finite = _finite_inputs(current_logp, old_logp, advantage, rollout_logp)
     bad = torch.zeros_like(finite) if rollout_logp is None else ~trusted_log_probs(rollout_logp.detach())
@@ -173,7 +173,7 @@ def clipped_policy_loss(
     loss = weighted_sum(token_losses, agg_w)
     entropy_loss = 0.0
     if entropy is not None and entropy_coef > 0.0 and (is_partial or bool(trusted.any())):
-        term = _entropy_term(entropy, current_logp, agg_w, entropy_coef)
+        term = entropy_term(entropy, current_logp, agg_w, entropy_coef)
         loss, entropy_loss = loss + term, float(term.detach())
     return PolicyLoss(
         loss=loss,
@@ -211,7 +211,7 @@ def _clipped_objective(
     return effective * advantage, clip_low, clip_high
 
 
-def _entropy_term(entropy: Tensor, current: Tensor, agg_w: Tensor, coefficient: float) -> Tensor:
+def entropy_term(entropy: Tensor, current: Tensor, agg_w: Tensor, coefficient: float) -> Tensor:
     """``-c * sum(agg_w * H)`` over action tokens whose distribution is a number."""
     usable = torch.isfinite(entropy.detach()) & torch.isfinite(current.detach())
     return -coefficient * weighted_sum(torch.where(usable, entropy, torch.zeros_like(entropy)), agg_w)
@@ -228,7 +228,12 @@ def _check_options(eps_low: float, eps_high: float, entropy: Tensor | None, entr
         raise ConfigError(f"entropy: expected the tokens' entropies because entropy_coef is {entropy_coef}, got None")
 
 
-def _check_lengths(current: Tensor, *others: Tensor) -> None:
+def check_lengths(current: Tensor, *others: Tensor) -> None:
+    """Refuse tensors that are not flat, or not of one length.
+
+    Raises:
+        ConfigError: so it is.
+    """
     lengths = [current.numel(), *(other.numel() for other in others)]
     if current.ndim != 1 or len(set(lengths)) != 1:
         raise ConfigError(f"expected flat tensors of one length [N], got lengths {lengths}")
