@@ -157,8 +157,13 @@ def test_a_file_of_no_known_format_is_refused_with_its_keys(log: MemoryLog, tmp_
         import_file(log, written(tmp_path / "s.jsonl", b"{"))
     with pytest.raises(ConfigError, match="gsm8k_problems"):
         import_file(log, written(tmp_path / "t.jsonl", PROBLEM), format="parquet")
-    with pytest.raises(FileNotFoundError):
-        import_file(log, str(tmp_path / "absent.jsonl"))
+    for absent in (tmp_path / "absent.jsonl", tmp_path):
+        with pytest.raises(ConfigError, match="expected a file to import"):
+            import_file(log, str(absent))
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ConfigError, match="no row that can be read"):
+        import_file(log, str(empty))
 
 
 def test_each_format_knows_its_own_file_alone() -> None:

@@ -77,8 +77,7 @@ def import_file(
         timeout_s: time allowed for the events to be logged, seconds.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ConfigError: no format knows the file.
+        ConfigError: there is no such file, or no format knows it.
         ProducerFencedError: another process imports the same file on this machine.
         FlushTimeout: not proven logged in time; run it again to complete it.
     """

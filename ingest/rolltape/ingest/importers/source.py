@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from rolltape.schema import reasons
+from rolltape.schema.errors import ConfigError
 from rolltape.store.location import Location
 
 _READ_BYTES: Final = 1 << 20
@@ -69,13 +70,16 @@ class Source:
         """The file at a path or URL, read once for its digest.
 
         Raises:
-            FileNotFoundError: there is none.
+            ConfigError: there is none, or it cannot be read.
         """
         location = Location.parse(path)
         digest = hashlib.sha256()
-        with location.open_input() as stream:
-            while block := stream.read(_READ_BYTES):
-                digest.update(block)
+        try:
+            with location.open_input() as stream:
+                while block := stream.read(_READ_BYTES):
+                    digest.update(block)
+        except OSError as error:
+            raise ConfigError(f"expected a file to import at {path}, got {type(error).__name__}: {error}") from error
         name = location.path.rstrip("/").rsplit("/", 1)[-1]
         return cls(
             location=location,
