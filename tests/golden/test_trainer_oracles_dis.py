@@ -85,14 +85,15 @@ def test_mask_only() -> None:
 )
 def test_ppo_clips_on_one_side_where_dis_rejects(ratio: float, ppo_gain: float, ppo_loss: float) -> None:
     """Gradient coefficients at the same ε, A = +1 and A = -1. PPO's end itself is injected as an exact ratio."""
-    eps = {"eps_low": 0.2, "eps_high": 0.28}
     for advantage, expected in ((1.0, ppo_gain), (-1.0, ppo_loss)):
         rollout = f64(-1.0)
         current = (rollout + f64(ratio).log()).requires_grad_()
         # A ratio that is an end lies on either side of it after a round trip through logs.
         inward = {0.8: 1e-12, 1.28: -1e-12}.get(ratio, 0.0)
         moved = (current.detach() + inward).requires_grad_()
-        ppo = clipped_policy_loss(moved, rollout, no_gate(f64(1.0)), f64(advantage), f64(1.0), **eps)
+        ppo = clipped_policy_loss(
+            moved, rollout, no_gate(f64(1.0)), f64(advantage), f64(1.0), eps_low=0.2, eps_high=0.28
+        )
         assert gradient(-ppo.loss, moved) == pytest.approx([expected], abs=1e-6)
-        dis = score_policy_loss(current, dis_gate(f64(ratio), **eps), f64(advantage), f64(1.0))
+        dis = score_policy_loss(current, dis_gate(f64(ratio), 0.2, 0.28), f64(advantage), f64(1.0))
         assert gradient(dis.loss, current) == [0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from hypothesis import given, settings
@@ -22,7 +23,9 @@ from rolltape.trainers.safe_math import raw_ratio
 SEEDS = st.integers(0, 2**31)
 LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=5)
 UNIT = st.floats(0.0, 1.0)
-EPS = {"eps_low": 0.3, "eps_high": 1.0}
+EPS_LOW, EPS_HIGH = 0.3, 1.0
+loss_of = partial(dis_policy_loss, eps_low=EPS_LOW, eps_high=EPS_HIGH)
+surrogate_of = partial(dis_surrogate, eps_low=EPS_LOW, eps_high=EPS_HIGH)
 FEW = settings(max_examples=40, deadline=None)
 
 
@@ -68,9 +71,9 @@ class Tokens:
 def test_detached_gradient_is_the_surrogates(count: int, seed: int) -> None:
     tokens = Tokens(count, seed)
     given_ = (tokens.current, tokens.rollout, tokens.advantage, tokens.weights)
-    result = dis_policy_loss(*given_, **EPS)
+    result = loss_of(*given_)
     detached = gradient(result.loss, tokens.current)
-    torch.testing.assert_close(detached, gradient(dis_surrogate(*given_, **EPS), tokens.current), atol=1e-12, rtol=0)
+    torch.testing.assert_close(detached, gradient(surrogate_of(*given_), tokens.current), atol=1e-12, rtol=0)
     assert torch.equal(detached != 0, result.trusted)
 
 
@@ -79,10 +82,10 @@ def test_detached_gradient_is_the_surrogates(count: int, seed: int) -> None:
 def test_without_the_detach_the_gradient_differs(count: int, seed: int) -> None:
     """The guard: coefficient f A (1 + log π) in place of f A, wherever a token is kept."""
     tokens = Tokens(count, seed)
-    kept = dis_gate(raw_ratio(tokens.current, tokens.rollout), **EPS).trusted
+    kept = dis_gate(raw_ratio(tokens.current, tokens.rollout), EPS_LOW, EPS_HIGH).trusted
     ratio = torch.where(kept, (tokens.current - tokens.rollout).exp(), 0.0)
     wrong = gradient(-(tokens.weights.double() * ratio * tokens.advantage * tokens.current).sum(), tokens.current)
-    result = dis_policy_loss(tokens.current, tokens.rollout, tokens.advantage, tokens.weights, **EPS)
+    result = loss_of(tokens.current, tokens.rollout, tokens.advantage, tokens.weights)
     right = gradient(result.loss, tokens.current)
     torch.testing.assert_close(wrong, right * (1 + tokens.current.detach()), atol=1e-12, rtol=0)
     assert bool((wrong != right)[kept].all())
@@ -92,16 +95,15 @@ def test_without_the_detach_the_gradient_differs(count: int, seed: int) -> None:
 @FEW
 def test_any_split_gives_the_same_loss_and_gradient(count: int, seed: int, cut: int) -> None:
     tokens = Tokens(count, seed)
-    whole = dis_policy_loss(tokens.current, tokens.rollout, tokens.advantage, tokens.weights, **EPS).loss
+    whole = loss_of(tokens.current, tokens.rollout, tokens.advantage, tokens.weights).loss
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     parts = [
-        dis_policy_loss(
+        loss_of(
             tokens.current[index],
             tokens.rollout[index],
             tokens.advantage[index],
             tokens.weights[index],
             is_partial=True,
-            **EPS,
         ).loss
         for index in (order[:cut], order[cut:])
     ]
@@ -152,11 +154,11 @@ def test_reverse_kl_over_a_vocabulary(count: int, vocab: int, seed: int, chunk_s
     assert gradient(itself.sum(), hidden).abs().max() < 1e-12
 
 
-class _Largest(TorchDispatchMode):
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Elements of the largest tensor that any operation returned."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -184,7 +186,7 @@ def test_logits_exist_for_one_block_at_a_time() -> None:
         lambda: top_k_reverse_kl(hidden, weight, ids, teacher, chunk_size=chunk_size),
     ):
         with _Largest() as largest:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):  # type: ignore[no-untyped-call]
                 loss = divergence().divergence.sum()
             torch.autograd.grad(loss, [hidden, weight])
         assert largest.elements == chunk_size * vocab
@@ -283,7 +285,7 @@ def test_order_of_the_segments_in_a_batch_does_not_matter(lengths: list[int], se
     values = noise(seed, len(rows))
     rewards = torch.tensor([1.0, -2.0])[rollouts]
     options = {"gamma": 0.9, "lam": 0.8}
-    found = compaction_advantages(values, rewards, rows, rollout_of_row=rollouts, segment_index=segments, **options)  # type: ignore[arg-type]
+    found = compaction_advantages(values, rewards, rows, rollout_of_row=rollouts, segment_index=segments, **options)
     order = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed))
     tokens = torch.cat([torch.nonzero(rows == row).flatten() for row in order.tolist()])
     moved = compaction_advantages(
@@ -292,7 +294,7 @@ def test_order_of_the_segments_in_a_batch_does_not_matter(lengths: list[int], se
         rows_of([both[row] for row in order.tolist()]),
         rollout_of_row=rollouts[order],
         segment_index=segments[order],
-        **options,  # type: ignore[arg-type]
+        **options,
     )
     assert torch.equal(moved, found[tokens])
 
