@@ -75,7 +75,7 @@ def plan_round(number: int, rng: random.Random) -> Plan:
     names = list(WINDOWS)
     chosen = {names[number % len(names)], names[(number * 2 + 1) % len(names)]}
     passages = {
-        name: rng.randint(1, 3) if name == "after_checkpoint" else rng.randint(3, 25) for name in sorted(chosen)
+        name: rng.randint(1, 3) if name == "after_checkpoint" else rng.randint(2, 12) for name in sorted(chosen)
     }
     victims = ["committer", "trainer", "worker-0", "worker-1"]
     kills = [(rng.randint(1, NUM_STEPS - 5), rng.uniform(0.0, 0.4), rng.choice(victims)) for _ in range(2)]
