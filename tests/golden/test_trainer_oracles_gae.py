@@ -14,6 +14,8 @@ from rolltape.trainers.gae import (
     value_targets,
     whitened,
 )
+from rolltape.trainers.gates import no_gate
+from rolltape.trainers.losses import clipped_policy_loss
 
 
 def f64(*values: float) -> Tensor:
@@ -86,3 +88,16 @@ def test_normaliser_preserves_values() -> None:
     assert (new_weight * hidden + new_bias).item() == pytest.approx(0.625)
     assert new.value(new_weight * hidden + new_bias).item() == pytest.approx(0.85)
     assert new.target(f64(0.85)).item() == pytest.approx(0.625)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "dual_clip", "loss", "slope"), [(2.0, 3.0, 2.0, 2.0), (5.0, 3.0, 3.0, 0.0), (5.0, None, 5.0, 5.0)]
+)
+def test_dual_clip_is_an_option_of_ppo(ratio: float, dual_clip: float | None, loss: float, slope: float) -> None:
+    old = f64(-2.0)
+    current = (old + f64(ratio).log()).requires_grad_()
+    result = clipped_policy_loss(
+        current, old, no_gate(f64(1.0)), f64(-1.0), f64(1.0), eps_low=0.2, eps_high=0.28, dual_clip=dual_clip
+    )
+    assert result.loss.item() == pytest.approx(loss, abs=1e-6)
+    assert torch.autograd.grad(result.loss, current)[0].tolist() == pytest.approx([slope], abs=1e-6)

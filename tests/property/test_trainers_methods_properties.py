@@ -186,8 +186,8 @@ def test_logits_exist_for_one_block_at_a_time() -> None:
         lambda: top_k_reverse_kl(hidden, weight, ids, teacher, chunk_size=chunk_size),
     ):
         with _Largest() as largest:
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):  # type: ignore[no-untyped-call]
-                loss = divergence().divergence.sum()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = divergence().divergence.sum()  # type: ignore[no-untyped-call]
             torch.autograd.grad(loss, [hidden, weight])
         assert largest.elements == chunk_size * vocab
     assert all(elements < chunk_size * vocab for elements in kept)

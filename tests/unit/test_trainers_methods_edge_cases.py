@@ -29,6 +29,7 @@ from rolltape.trainers.gae import (
     whitened,
 )
 from rolltape.trainers.gates import closed_gate, no_gate
+from rolltape.trainers.losses import clipped_policy_loss
 from rolltape.trainers.reverse_kl import full_reverse_kl, teacher_top_k, top_k_reverse_kl
 from rolltape.trainers.routing import (
     TEACHER_UNAVAILABLE,
@@ -166,6 +167,11 @@ def test_closed_gate_keeps_its_ends() -> None:
     assert gate.nonfinite.tolist() == [False] * 4 + [True]
 
 
+def test_dual_clip_out_of_range() -> None:
+    with pytest.raises(ConfigError, match="dual_clip"):
+        clipped_policy_loss(f32(-1), f32(-1), no_gate(f32(1)), f32(1), f32(1), eps_low=0.2, eps_high=0.2, dual_clip=1.0)
+
+
 # GAE
 
 
@@ -218,9 +224,9 @@ def test_bootstrap_of_a_row_cut_by_length_is_an_option() -> None:
 
 
 def test_bad_value_spoils_no_other_row_and_no_later_token() -> None:
-    rows = i64(0, 0, 0, 1)
-    found = generalised_advantages(f32(0.5, NAN, 0.5, 0.5), torch.zeros(4), rows, gamma=1.0, lam=0.9)
-    assert torch.isnan(found).tolist() == [True, True, False, False]
+    rows = i64(0, 1, 1, 1, 2)
+    found = generalised_advantages(f32(0.5, 0.5, NAN, 0.5, 0.5), torch.zeros(5), rows, gamma=1.0, lam=0.9)
+    assert torch.isnan(found).tolist() == [False, True, True, False, False]
 
 
 def test_advantages_are_constants() -> None:
@@ -246,7 +252,7 @@ def test_gae_options_out_of_range(options: dict[str, object], field: str) -> Non
 
 
 def test_long_row_sums_as_a_loop_does() -> None:
-    """Longer than float32 doubling would survive, and not a power of two."""
+    """Many doublings, and a length that is no power of two."""
     terms = torch.randn(5003, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = torch.zeros(5004, dtype=torch.float64)
     for index in reversed(range(5003)):

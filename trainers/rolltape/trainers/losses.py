@@ -143,6 +143,7 @@ def clipped_policy_loss(
     eps_low: float,
     eps_high: float,
     rollout_logp: Tensor | None = None,
+    dual_clip: float | None = None,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
     is_partial: bool = False,
@@ -155,10 +156,15 @@ def clipped_policy_loss(
     If no token at all is trusted the loss is a graph-connected zero, entropy term included; with ``is_partial`` the
     entropy term stays, because the rest of the batch may hold trusted tokens, and the caller decides for the whole.
 
+    ``dual_clip`` (off; no method here asks for it, D13) bounds the loss of a token with a negative advantage by
+    ``-dual_clip * A``; such a token has no gradient.
+
     Raises:
         ConfigError: an option outside its range, or tensors of different lengths.
     """
     _check_options(eps_low, eps_high, entropy, entropy_coef)
+    if dual_clip is not None and not dual_clip > 1.0:
+        raise ConfigError(f"dual_clip: expected > 1, got {dual_clip}")
     check_lengths(current_logp, old_logp, gate.weights, advantage, agg_w)
     advantage = advantage.detach()
     finite = _finite_inputs(current_logp, old_logp, advantage, rollout_logp)
@@ -166,7 +172,11 @@ def clipped_policy_loss(
     trusted = gate.trusted & finite & ~bad
     ratio = safe_ratio(current_logp, old_logp, trusted)
     objective, clip_low, clip_high = _clipped_objective(
-        ratio, torch.where(trusted, advantage, torch.zeros_like(advantage)).to(ratio.dtype), eps_low, eps_high
+        ratio,
+        torch.where(trusted, advantage, torch.zeros_like(advantage)).to(ratio.dtype),
+        eps_low,
+        eps_high,
+        dual_clip,
     )
     weights = torch.where(trusted, gate.weights, torch.zeros_like(gate.weights))
     token_losses = -weights * objective
@@ -197,7 +207,7 @@ def _finite_inputs(current: Tensor, old: Tensor, advantage: Tensor, rollout: Ten
 
 
 def _clipped_objective(
-    ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float
+    ratio: Tensor, advantage: Tensor, eps_low: float, eps_high: float, dual_clip: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``min(r A, clip(r) A)`` and where it is clipped: high with A > 0, low with A < 0.
 
@@ -208,6 +218,9 @@ def _clipped_objective(
     clip_low = (ratio.detach() < floor) & (advantage < 0)
     clip_high = (ratio.detach() > ceiling) & (advantage > 0)
     effective = torch.where(clip_high, ceiling, torch.where(clip_low, floor, ratio))
+    if dual_clip is not None:
+        limit = bound(dual_clip, ratio)
+        effective = torch.where((advantage < 0) & (ratio.detach() > limit), limit, effective)
     return effective * advantage, clip_low, clip_high
 
 
