@@ -9,12 +9,13 @@ while a batch is assembled, over the batch's bytes.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import pathlib
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Self
 
 import numpy as np
@@ -26,7 +27,7 @@ from bench_fold import make_tape
 
 from rolltape.store import Lake, Location, Window, parquet
 from rolltape.trainers.assembly import VersionRules
-from rolltape.trainers.pinned import FOLDED_KINDS
+from rolltape.trainers.recorded import read_events
 from rolltape.trainers.replayed import Assembled, assemble
 
 NUM_TRAJECTORIES = 1_024
@@ -86,14 +87,28 @@ class Peak:
         self._thread.join()
 
 
-def report(
-    source: str, groups: Sequence[Sequence[str]], read: Callable[[Sequence[str]], Mapping[str, pa.Table]]
-) -> None:
-    """Measure one source and print a line."""
+def measure(source: str, folder: pathlib.Path, groups: Sequence[Sequence[str]]) -> None:
+    """Measure one source, in a process that did nothing else, and print a line."""
+    lake = Lake.open(folder / "lake")
+    window = Window(lake, folder=Location.parse(folder / "window"))
 
-    def act() -> Assembled:
-        return assemble(read, groups, RULES)
+    def cold(ids: Sequence[str]) -> Mapping[str, pa.Table]:
+        parquet.forget_footers()
+        at = lake.snapshot()
+        return read_events(lambda kind, names: lake.read(kind, columns=names, trajectory_ids=ids, snapshot=at))
 
+    def recent(ids: Sequence[str]) -> Mapping[str, pa.Table]:
+        return read_events(lambda kind, names: window.read(kind, columns=names, trajectory_ids=ids))
+
+    if source == "recent window":
+        window.refresh()
+
+    def act(chosen: Sequence[Sequence[str]] = groups) -> Assembled:
+        if source == "recent window":
+            return assemble(recent, chosen, RULES, trajectories_per_part=None)
+        return assemble(cold, chosen, RULES)
+
+    act(groups[:2])  # imports, threads and code that a process has once
     with Peak() as peak:
         batch = act()
     assert len(batch.plan.members) == NUM_TRAJECTORIES, batch.plan.dropped_by_reason
@@ -112,7 +127,9 @@ def report(
         "times_memcpy": min(wall) / copy_s,
         "memory_over_batch": peak.num_bytes / num_bytes,
     }
-    print(json.dumps({"case": "assembly", "source": source, **{k: round(v, 3) for k, v in figures.items()}}))
+    print(
+        json.dumps({"case": "assembly", "source": source, **{k: round(v, 3) for k, v in figures.items()}}), flush=True
+    )
 
 
 def memcpy_s(num_bytes: int) -> float:
@@ -127,23 +144,17 @@ def memcpy_s(num_bytes: int) -> float:
 
 
 def main() -> None:
-    """Run both sources."""
-    with tempfile.TemporaryDirectory() as folder:
-        lake = Lake.create(pathlib.Path(folder) / "lake")
-        groups = fill(lake)
-
-        def cold(ids: Sequence[str]) -> Mapping[str, pa.Table]:
-            parquet.forget_footers()
-            return lake.events(FOLDED_KINDS, trajectory_ids=ids)
-
-        report("lake, cold", groups, cold)
-        window = Window(lake, folder=Location.parse(pathlib.Path(folder) / "window"))
-        window.refresh()
-        report(
-            "recent window",
-            groups,
-            lambda ids: {kind: window.read(kind, trajectory_ids=ids) for kind in FOLDED_KINDS},
-        )
+    """Run both sources, each in a fresh process."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        groups = fill(Lake.create(folder / "lake"))
+        Window(Lake.open(folder / "lake"), folder=Location.parse(folder / "window")).refresh()
+        for source in ("lake, cold", "recent window"):
+            process = multiprocessing.get_context("spawn").Process(target=measure, args=(source, folder, groups))
+            process.start()
+            process.join()
+            if process.exitcode:
+                raise SystemExit(process.exitcode)
 
 
 if __name__ == "__main__":

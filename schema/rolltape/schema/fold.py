@@ -21,13 +21,14 @@ import pyarrow.compute as pc
 
 from rolltape.schema.fold_digests import content_digests_of, segment_digests
 from rolltape.schema.fold_facts import RunFacts, identity_columns
-from rolltape.schema.fold_inputs import KEYED_KINDS, Keys, KindRows, read_inputs
+from rolltape.schema.fold_inputs import FOLDED_COLUMNS, KEYED_KINDS, Keys, KindRows, read_inputs
 from rolltape.schema.fold_parts import fold_parts
 from rolltape.schema.fold_schema import SEGMENT_SCHEMA, TRAJECTORY_SCHEMA
 from rolltape.schema.fold_segments import segment_table
 from rolltape.schema.fold_trajectories import trajectory_table
 
 __all__ = [
+    "FOLDED_COLUMNS",
     "FOLDED_KINDS",
     "SEGMENT_SCHEMA",
     "TRAJECTORY_SCHEMA",

@@ -10,14 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltape.schema.fold_inputs import Keys, KindRows
+from rolltape.schema.fold_inputs import IDENTITY, TELLERS, Keys, KindRows
 from rolltape.schema.fold_ranges import Ints, ints_of, single, take_or_null
 from rolltape.schema.kinds import kind_named
 
-_TELLERS: Final = ("rollout_dispatched", "rollout_started", "rollout_resumed", "action_sampled", "reward_assigned")
 _DISPATCHED: Final = ("purpose", "training_step", "group_ordinal", "member", "group_size", "worker_id")
 _STARTED: Final = ("stage", "environment", "forked_from_event_id")
-_ENVELOPE: Final = ("group_id", "problem_id")
+_ENDED: Final = ("status", "cause", "num_action_tokens", "num_observation_tokens", "last_event_index")
 
 
 def first_rows(rows: KindRows, num_keys: int) -> Ints:
@@ -41,14 +40,14 @@ def identity_columns(kinds: Mapping[str, KindRows], keys: Keys) -> dict[str, pa.
                     rows[name] = first_rows(kinds[name], keys.num_keys)
                 yield take_or_null(kinds[name].column(column) if envelope else kinds[name].field(column), rows[name])
 
-    columns = {name: _first(told(name, *_TELLERS, envelope=True), pa.string(), keys) for name in _ENVELOPE}
-    roots = chain(told("root_rollout_id", *_TELLERS, envelope=True), [keys.trajectory_ids])
+    columns = {name: _first(told(name, *TELLERS, envelope=True), pa.string(), keys) for name in IDENTITY[:2]}
+    roots = chain(told("root_rollout_id", *TELLERS, envelope=True), [keys.trajectory_ids])
     columns["root_rollout_id"] = _first(roots, pa.string(), keys)
     for kind, fields in (("rollout_dispatched", _DISPATCHED), ("rollout_started", _STARTED)):
         types = kind_named(kind).struct_type
         for name in fields:
             columns[name] = _first(told(name, kind), types.field(name).type, keys)
-    epochs = chain(told("run_epoch", *_TELLERS[:2], envelope=True), _first_epochs(kinds, keys))
+    epochs = chain(told("run_epoch", *TELLERS[:2], envelope=True), _first_epochs(kinds, keys))
     columns["run_epoch"] = _first(epochs, pa.int32(), keys)
     return columns
 
@@ -136,10 +135,9 @@ def end_columns(kinds: Mapping[str, KindRows], num_keys: int) -> dict[str, pa.Ar
     ended = kinds["rollout_ended"]
     rows = first_rows(ended, num_keys)
     fields = kind_named("rollout_ended").struct_type
-    names = [field.name for field in fields]
     if not ended.num_rows:
-        absent = {name: pa.nulls(num_keys, fields.field(name).type) for name in names}
+        absent = {name: pa.nulls(num_keys, fields.field(name).type) for name in _ENDED}
         return {**absent, "event_index": pa.nulls(num_keys, pa.int32())}
-    columns = {name: take_or_null(ended.field(name), rows) for name in names}
+    columns = {name: take_or_null(ended.field(name), rows) for name in _ENDED}
     columns["event_index"] = take_or_null(ended.column("event_index"), rows)
     return columns

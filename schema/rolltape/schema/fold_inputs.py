@@ -37,6 +37,56 @@ KEYED_KINDS: Final = (
     "dead_letter",
 )
 
+_FIELDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "rollout_dispatched": ("purpose", "training_step", "group_ordinal", "member", "group_size", "worker_id"),
+    "rollout_started": ("prompt_token_ids", "stage", "environment", "forked_from_event_id"),
+    "rollout_resumed": ("from_attempt", "from_event_index"),
+    "action_sampled": (
+        "action_kind",
+        "version_runs",
+        "origin_runs",
+        "sampling",
+        "prefix_digest",
+        "prefix_length",
+        "prefix_token_ids",
+        "prefix_source",
+        "media",
+        "continues_event_id",
+        "support_token_ids",
+        "support_offsets",
+    ),
+    "observation_received": (),
+    "context_rewritten": ("context_token_ids", "summary_event_id"),
+    "rollout_ended": ("last_event_index", "status", "cause", "num_action_tokens", "num_observation_tokens"),
+    "attempt_abandoned": (),
+    "reward_assigned": ("target_event_id", "target_token", "supersedes", "scalar", "state"),
+    "mask_assigned": ("ranges",),
+    "dead_letter": ("first_event_index", "last_event_index"),
+}
+_ENVELOPE: Final = ("event_id", "run_id", "run_epoch", "trajectory_id", "attempt", "log_offset")
+IDENTITY: Final = ("group_id", "problem_id", "root_rollout_id")
+TELLERS: Final = ("rollout_dispatched", "rollout_started", "rollout_resumed", "action_sampled", "reward_assigned")
+"""Kinds that tell an attempt's ``IDENTITY``, in the order in which they are asked."""
+_TOKENS: Final = {
+    "action_sampled": ("token_ids", "rollout_log_probs"),
+    "observation_received": ("token_ids",),
+}
+
+FOLDED_COLUMNS: Final[Mapping[str, tuple[str, ...]]] = {
+    kind: (
+        *_ENVELOPE,
+        *(("event_index",) if kind in TIMELINE_KINDS else ()),
+        *(IDENTITY if kind in TELLERS else ()),
+        *_TOKENS.get(kind, ()),
+        *(f"{kind}.{name}" for name in names),
+    )
+    for kind, names in _FIELDS.items()
+}
+"""All that the fold reads of each keyed kind (dotted: a field of its struct); a read may leave out the rest.
+
+Where an event id comes twice the copies are compared whole, so a table that repeats one has to be read whole.
+"""
+
 _STAMPS: Final = (*STAMPED_BY_LOG, "producer_id", "producer_epoch", "lane_seq", "recorded_at", "schema_version")
 _NO_OFFSET: Final = np.iinfo(np.int64).max
 

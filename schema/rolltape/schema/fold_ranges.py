@@ -141,6 +141,11 @@ def copy_ranges(target: Array, target_starts: Ints, source: Array, source_starts
         target[to : to + length] = source[at : at + length]
 
 
+def pool_array(size: int, dtype: np.dtype[Any]) -> Array:
+    """An array to be filled, in memory of Arrow's pool: what it gives back there leaves no holes in the heap."""
+    return np.frombuffer(pa.allocate_buffer(size * dtype.itemsize), dtype)
+
+
 def spread_ranges(starts: Ints, lengths: Ints, values: Array, size: int, default: int) -> Array:
     """An array of ``size`` in which each range has its value, and ``default`` lies between; a later range wins.
 
@@ -152,7 +157,9 @@ def spread_ranges(starts: Ints, lengths: Ints, values: Array, size: int, default
     gaps -= lengths
     lead = int(starts[0]) if len(starts) else size
     if not lead and not gaps.any() and (values == values[:1]).all():
-        return np.full(size, values[0] if len(values) else default, values.dtype)
+        spread = pool_array(size, values.dtype)
+        spread[:] = values[0] if len(values) else default
+        return spread
     if (gaps >= 0).all():
         steps = np.stack([lengths, gaps], axis=1).ravel()
         spread = np.stack([values, np.full(len(values), default, values.dtype)], axis=1).ravel()

@@ -302,7 +302,8 @@ class Window:
 
 def _encode(rows: pa.Table) -> pa.Buffer:
     sink = pa.BufferOutputStream()
-    kept = drop_null_columns(rows)
+    # One record batch: what is read of a segment is then one slice, and the fold joins nothing.
+    kept = drop_null_columns(rows).combine_chunks()
     with pa.ipc.new_file(sink, kept.schema) as writer:
         writer.write_table(kept)
     return sink.getvalue()

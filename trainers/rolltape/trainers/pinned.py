@@ -26,18 +26,7 @@ from rolltape.trainers.members import (
     temperatures_of,
 )
 from rolltape.trainers.packing import BatchBuilder
-
-FOLDED_KINDS: Final = (
-    "rollout_dispatched",
-    "rollout_started",
-    "rollout_resumed",
-    "action_sampled",
-    "observation_received",
-    "context_rewritten",
-    "rollout_ended",
-    "reward_assigned",
-    "mask_assigned",
-)
+from rolltape.trainers.recorded import read_events
 
 MEMBERS_PER_PART: Final = 160
 """Members that are read and folded at once; a whole batch's events would double its memory."""
@@ -189,7 +178,12 @@ def _require_members(batch_id: str, folded: Fold, members: Sequence[Member]) -> 
 
 def _pinned_events(lake: Lake, run_id: str, columns: Mapping[str, list[Any]]) -> dict[str, pa.Table]:
     ids = sorted(set(columns["trajectory_id"]))
-    events = lake.events(FOLDED_KINDS, run_id=run_id, trajectory_ids=ids)
+    at = lake.snapshot()
+    # The rewards are handed on, so they are read whole.
+    events = read_events(
+        lambda kind, names: lake.read(kind, columns=names, run_id=run_id, trajectory_ids=ids, snapshot=at),
+        whole=("reward_assigned",),
+    )
     for kind, name in (("reward_assigned", "reward_event_ids"), ("mask_assigned", "mask_event_ids")):
         wanted = pa.array([event for ids_ in columns[name] for event in ids_ or ()], pa.string())
         events[kind] = events[kind].filter(pc.is_in(events[kind]["event_id"], wanted))

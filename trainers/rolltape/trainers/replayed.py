@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 import pyarrow as pa
 
@@ -14,7 +17,12 @@ from rolltape.trainers.groups import PadRule
 from rolltape.trainers.members import Dropped, Member, add_members, finish_members, one_temperature, temperatures_of
 from rolltape.trainers.packing import BatchBuilder
 
-TRAJECTORIES_PER_PART = 160
+DECODED_PER_PART: Final = 64
+"""Trajectories read and folded at once where a read decodes files: as a lake does."""
+
+_STEP: Final = 64  # trajectories: a part of mapped events is a multiple of it
+_SPARE: Final = 0.1
+_FOLDED_PER_PACKED: Final = 1.5
 
 ReadEvents = Callable[[Sequence[str]], Mapping[str, pa.Table]]
 """Trajectory ids -> their events by kind; from a lake, or from its recent window."""
@@ -36,9 +44,18 @@ def assemble(
     *,
     pad_rule: PadRule = "gt_half",
     group_method: bool = True,
-    trajectories_per_part: int = TRAJECTORIES_PER_PART,
+    trajectories_per_part: int | None = DECODED_PER_PART,
 ) -> Assembled:
     """Assemble the trajectories of ``groups`` (ids of each group), in that order of groups.
+
+    Args:
+        read: called in another thread, one call at a time, one part ahead.
+        groups: whole groups; one is never split over two parts.
+        rules: see :func:`plan_batch`, as for ``pad_rule`` and ``group_method``.
+        pad_rule: see ``rules``.
+        group_method: see ``rules``.
+        trajectories_per_part: about so many are read and folded at once. None: as :func:`room` says, for events that
+            are slices of mapped memory (a recent window's).
 
     Raises:
         UntrainableError: ``group_of_one``, or actions sampled at several temperatures.
@@ -48,13 +65,15 @@ def assemble(
     dropped: list[Dropped] = []
     rewards: list[float] = []
     temperatures: set[float] = set()
-    for ids in _parts(groups, trajectories_per_part):
-        folded = fold(read(ids))
+    for events in _ahead(read, _parts(groups, trajectories_per_part)):
+        folded = fold(events)
         plan = plan_batch(folded, rules, pad_rule=pad_rule, group_method=group_method)
         rewards += add_members(builder, folded, plan.members, len(members))
         temperatures |= temperatures_of(folded, plan.members)
         members += plan.members
         dropped += plan.dropped
+        del events, folded  # before the next part is folded: two parts at once would be twice the memory
+        pa.default_memory_pool().release_unused()
     return Assembled(
         plan=BatchPlan(members=tuple(members), dropped=tuple(dropped)),
         packed=finish_members(builder, members, rewards),
@@ -62,13 +81,39 @@ def assemble(
     )
 
 
-def _parts(groups: Sequence[Sequence[str]], size: int) -> Iterator[list[str]]:
-    """Ids of whole groups, about ``size`` at a time."""
+def _ahead(read: ReadEvents, parts: Iterable[Sequence[str]]) -> Iterator[Mapping[str, pa.Table]]:
+    """The events of each part; the next one is read while the caller works on this one."""
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rolltape-read") as reader:
+        pending: deque[Future[Mapping[str, pa.Table]]] = deque()
+        for ids in parts:
+            pending.append(reader.submit(read, ids))
+            if len(pending) > 1:
+                yield pending.popleft().result()
+        for _ in range(len(pending)):
+            yield pending.popleft().result()
+
+
+def _parts(groups: Sequence[Sequence[str]], size: int | None) -> Iterator[list[str]]:
+    """Ids of whole groups, about ``size`` at a time (None: as :func:`room` says)."""
+    total = sum(len(group) for group in groups)
+    done = 0
     part: list[str] = []
     for group in groups:
-        if part and len(part) + len(group) > size:
+        if part and len(part) + len(group) > (size or room(total, done)):
             yield part
+            done += len(part)
             part = []
         part.extend(group)
     if part:
         yield part
+
+
+def room(total: int, done: int) -> int:
+    """Trajectories of the next part, when ``done`` of ``total`` are packed.
+
+    Folding a part takes one and a half times the memory that it fills in the batch. All that the batch is yet to fill
+    is free for it, and a tenth of the batch beyond; so parts begin large, and get smaller.
+    """
+    free = _SPARE * total + (total - done)
+    fitting = int(free / (1 + _FOLDED_PER_PACKED))
+    return max(fitting // _STEP, 1) * _STEP
