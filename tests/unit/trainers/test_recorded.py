@@ -51,7 +51,7 @@ def test_a_kind_that_repeats_an_event_is_read_whole(tape: Tape) -> None:
 
 
 def test_parts_shrink_as_the_batch_fills() -> None:
-    sizes = []
+    sizes: list[int] = []
     while sum(sizes) < 4_096:
         sizes.append(room(4_096, sum(sizes)))
     assert sizes == sorted(sizes, reverse=True)

@@ -21,7 +21,7 @@ DECODED_PER_PART: Final = 64
 """Trajectories read and folded at once where a read decodes files: as a lake does."""
 
 _STEP: Final = 64  # trajectories: a part of mapped events is a multiple of it
-_SPARE: Final = 0.1
+_SPARE: Final = 0.15
 _FOLDED_PER_PACKED: Final = 1.5
 
 ReadEvents = Callable[[Sequence[str]], Mapping[str, pa.Table]]
@@ -112,7 +112,7 @@ def room(total: int, done: int) -> int:
     """Trajectories of the next part, when ``done`` of ``total`` are packed.
 
     Folding a part takes one and a half times the memory that it fills in the batch. All that the batch is yet to fill
-    is free for it, and a tenth of the batch beyond; so parts begin large, and get smaller.
+    is free for it, and some of the batch beyond; so parts begin large, and get smaller.
     """
     free = _SPARE * total + (total - done)
     fitting = int(free / (1 + _FOLDED_PER_PACKED))
