@@ -28,7 +28,7 @@ from rolltape.trainers.members import (
 from rolltape.trainers.packing import BatchBuilder
 from rolltape.trainers.recorded import read_events
 
-MEMBERS_PER_PART: Final = 160
+MEMBERS_PER_PART: Final = 64
 """Members that are read and folded at once; a whole batch's events would double its memory."""
 
 _PINNED: Final = (
