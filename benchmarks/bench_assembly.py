@@ -26,6 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 from bench_fold import make_tape
 
 from rolltape.store import Lake, Location, Window, parquet
+from rolltape.store.maintenance import compact
 from rolltape.trainers.assembly import VersionRules
 from rolltape.trainers.recorded import read_events
 from rolltape.trainers.replayed import Assembled, assemble
@@ -93,7 +94,6 @@ def measure(source: str, folder: pathlib.Path, groups: Sequence[Sequence[str]]) 
     window = Window(lake, folder=Location.parse(folder / "window"))
 
     def cold(ids: Sequence[str]) -> Mapping[str, pa.Table]:
-        parquet.forget_footers()
         at = lake.snapshot()
         return read_events(lambda kind, names: lake.read(kind, columns=names, trajectory_ids=ids, snapshot=at))
 
@@ -106,6 +106,7 @@ def measure(source: str, folder: pathlib.Path, groups: Sequence[Sequence[str]]) 
     def act(chosen: Sequence[Sequence[str]] = groups) -> Assembled:
         if source == "recent window":
             return assemble(recent, chosen, RULES, trajectories_per_part=None)
+        parquet.forget_footers()
         return assemble(cold, chosen, RULES)
 
     act(groups[:2])  # imports, threads and code that a process has once
@@ -144,12 +145,14 @@ def memcpy_s(num_bytes: int) -> float:
 
 
 def main() -> None:
-    """Run both sources, each in a fresh process."""
+    """Run every source, each in a fresh process."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         groups = fill(Lake.create(folder / "lake"))
         Window(Lake.open(folder / "lake"), folder=Location.parse(folder / "window")).refresh()
-        for source in ("lake, cold", "recent window"):
+        for source in ("recent window", "lake, cold, a file each commit", "lake, cold, compacted"):
+            if source.endswith("compacted"):
+                compact(Lake.open(folder / "lake"))
             process = multiprocessing.get_context("spawn").Process(target=measure, args=(source, folder, groups))
             process.start()
             process.join()

@@ -21,7 +21,7 @@ DECODED_PER_PART: Final = 64
 """Trajectories read and folded at once where a read decodes files: as a lake does."""
 
 _STEP: Final = 64  # trajectories: a part of mapped events is a multiple of it
-_SPARE: Final = 0.15
+_SPARE: Final = 0.25
 _FOLDED_PER_PACKED: Final = 1.5
 
 ReadEvents = Callable[[Sequence[str]], Mapping[str, pa.Table]]
@@ -49,7 +49,7 @@ def assemble(
     """Assemble the trajectories of ``groups`` (ids of each group), in that order of groups.
 
     Args:
-        read: called in another thread, one call at a time, one part ahead.
+        read: called once a part; in another thread, one part ahead, unless ``trajectories_per_part`` is None.
         groups: whole groups; one is never split over two parts.
         rules: see :func:`plan_batch`, as for ``pad_rule`` and ``group_method``.
         pad_rule: see ``rules``.
@@ -65,7 +65,9 @@ def assemble(
     dropped: list[Dropped] = []
     rewards: list[float] = []
     temperatures: set[float] = set()
-    for events in _ahead(read, _parts(groups, trajectories_per_part)):
+    parts = _parts(groups, trajectories_per_part)
+    # Mapped events cost next to nothing to read; decoding is worth a thread of its own.
+    for events in map(read, parts) if trajectories_per_part is None else _ahead(read, parts):
         folded = fold(events)
         plan = plan_batch(folded, rules, pad_rule=pad_rule, group_method=group_method)
         rewards += add_members(builder, folded, plan.members, len(members))
