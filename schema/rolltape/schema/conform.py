@@ -7,6 +7,7 @@ D22, D23). What has today's schema already is returned as it is.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TypeVar
 
 import pyarrow as pa
@@ -37,10 +38,16 @@ def conform(data: Data, kind: str) -> Data:
         return data
     data = upcast(data, kind)
     if isinstance(data, pa.RecordBatch):
-        return Conformer(data.schema, kind)(data)
-    conformer = Conformer(data.schema, kind)
+        return conformer_of(data.schema, kind)(data)
+    conformer = conformer_of(data.schema, kind)
     batches = [piece for batch in data.to_batches() for piece in _addressable(batch)]
     return pa.Table.from_batches([conformer(batch) for batch in batches], schema=schema)
+
+
+@lru_cache(maxsize=512)
+def conformer_of(source: pa.Schema, kind: str) -> Conformer:
+    """A :class:`Conformer`, made once for each schema that files and records come in; they are few."""
+    return Conformer(source, kind)
 
 
 class Conformer:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,7 +47,7 @@ def assemble(
     """Assemble the trajectories of ``groups`` (ids of each group), in that order of groups.
 
     Args:
-        read: called once a part; in another thread, one part ahead, unless ``trajectories_per_part`` is None.
+        read: called once a part.
         groups: whole groups; one is never split over two parts.
         rules: see :func:`plan_batch`, as for ``pad_rule`` and ``group_method``.
         pad_rule: see ``rules``.
@@ -65,34 +63,20 @@ def assemble(
     dropped: list[Dropped] = []
     rewards: list[float] = []
     temperatures: set[float] = set()
-    parts = _parts(groups, trajectories_per_part)
-    # Mapped events cost next to nothing to read; decoding is worth a thread of its own.
-    for events in map(read, parts) if trajectories_per_part is None else _ahead(read, parts):
-        folded = fold(events)
+    for ids in _parts(groups, trajectories_per_part):
+        folded = fold(read(ids))
         plan = plan_batch(folded, rules, pad_rule=pad_rule, group_method=group_method)
         rewards += add_members(builder, folded, plan.members, len(members))
         temperatures |= temperatures_of(folded, plan.members)
         members += plan.members
         dropped += plan.dropped
-        del events, folded  # before the next part is folded: two parts at once would be twice the memory
+        del folded  # before the next part is read: two parts at once would be twice the memory
         pa.default_memory_pool().release_unused()
     return Assembled(
         plan=BatchPlan(members=tuple(members), dropped=tuple(dropped)),
         packed=finish_members(builder, members, rewards),
         temperature=one_temperature(temperatures),
     )
-
-
-def _ahead(read: ReadEvents, parts: Iterable[Sequence[str]]) -> Iterator[Mapping[str, pa.Table]]:
-    """The events of each part; the next one is read while the caller works on this one."""
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="rolltape-read") as reader:
-        pending: deque[Future[Mapping[str, pa.Table]]] = deque()
-        for ids in parts:
-            pending.append(reader.submit(read, ids))
-            if len(pending) > 1:
-                yield pending.popleft().result()
-        for _ in range(len(pending)):
-            yield pending.popleft().result()
 
 
 def _parts(groups: Sequence[Sequence[str]], size: int | None) -> Iterator[list[str]]:
