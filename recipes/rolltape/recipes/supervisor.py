@@ -16,13 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from rolltape.schema.errors import RolltapeError
+from rolltape.schema.errors import ChildFailedError
 
 _GRACE_S = 20.0
-
-
-class ChildFailedError(RolltapeError, RuntimeError):
-    """A process of the run failed more often than allowed; the message ends with the tail of its log."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,7 +27,8 @@
     ├── SqlRefusedError (PermissionError)    not a single SELECT, or outside what is allowed
     ├── UntrainableError (ValueError)        data that a trainer must refuse, by named reason
     ├── ReplayError (RuntimeError)           a replay that is impossible here, or that differs
-    └── EngineError (RuntimeError)           an engine failed or broke the weight-sync order
+    ├── EngineError (RuntimeError)           an engine failed or broke the weight-sync order
+    └── ChildFailedError (RuntimeError)      a process of a run died more often than allowed
 """
 
 from __future__ import annotations
@@ -135,3 +136,7 @@ class ReplayError(RolltapeError, RuntimeError):
 
 class EngineError(RolltapeError, RuntimeError):
     """An engine failed, or was asked to serve weights that it did not stage."""
+
+
+class ChildFailedError(RolltapeError, RuntimeError):
+    """A process of a run died more often than allowed; the message ends with the tail of its log."""

@@ -145,6 +145,18 @@ def test_a_finished_run_trains_no_further(lake: str, tmp_path: Path) -> None:
     assert balance == {"balance": 0}
 
 
+@pytest.mark.parametrize("value", ['"hunter2-planted"', '{ from_env = "PLANTED_KEY" }'])
+def test_a_planted_secret_is_found_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("PLANTED_KEY", "hunter2-planted")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE + f"[environment.options.judge]\napi_key = {value}\n")
+    done = rolltape("train", str(recipe), "--lake", str(tmp_path / "lake"), status=1)
+    assert "environment.options" in done.stderr
+    assert "hunter2-planted" not in done.stdout + done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path != recipe]
+    assert not [path for path in written if b"hunter2-planted" in path.read_bytes()]
+
+
 def test_errors_say_what_to_do(tmp_path: Path) -> None:
     assert "LakeNotFoundError" in rolltape("sql", "--lake", str(tmp_path / "none"), "select 1", status=1).stderr
     rolltape("nonsense", status=2)
