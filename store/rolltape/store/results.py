@@ -61,6 +61,10 @@ class QueryResult:
             pa.int16(): pd.Int16Dtype(),
             pa.int32(): pd.Int32Dtype(),
             pa.int64(): pd.Int64Dtype(),
+            pa.uint8(): pd.UInt8Dtype(),
+            pa.uint16(): pd.UInt16Dtype(),
+            pa.uint32(): pd.UInt32Dtype(),
+            pa.uint64(): pd.UInt64Dtype(),
             pa.bool_(): pd.BooleanDtype(),
         }
         return cast("pd.DataFrame", self.arrow().to_pandas(types_mapper=nullable.get))
