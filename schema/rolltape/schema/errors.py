@@ -19,7 +19,21 @@
     │   ├── LakeFormatError                  written by a newer Rolltape, or not a lake
     │   ├── CommitterFencedError             another committer owns the lake
     │   ├── StorageFullError                 no room left; nothing acknowledged was lost
+    │   ├── StoreUnreachableError (ConnectionError)  no answer in time; nothing acknowledged was lost
+    │   ├── StoreAccessError (PermissionError)  no such bucket, or credentials that are missing, wrong or too weak
     │   └── VacuumedError                    a data file of this snapshot was deleted
+    ├── LogError (RuntimeError)              a log that brokers keep refuses
+    │   ├── LogUnreachableError (ConnectionError)    no broker answers
+    │   ├── LogAuthenticationError (PermissionError) the brokers do not know who asks
+    │   ├── LogAuthorizationError (PermissionError)  they know, and do not allow it
+    │   ├── TopicError                       a topic is missing, or is not as planned
+    │   ├── RecordTooLargeError              above what the topic takes, and no place for a claim check
+    │   ├── OffsetGoneError                  a position outside what the log still holds
+    │   └── LogMismatchError                 log and lake do not belong together, or one lost a part
+    │       ├── OtherClusterError            another cluster than the lake was fed from
+    │       ├── TopicRecreatedError          a topic of the same name, but another one
+    │       ├── OffsetLostError              retention or truncation passed what was not archived yet
+    │       └── LakeAheadError               the lake holds offsets that the log does not have
     ├── ProducerFencedError (RuntimeError)   another writer uses this producer id
     ├── BackpressureTimeout (TimeoutError)   the log did not take what is spooled
     ├── FlushTimeout (TimeoutError)          not proven durable within the time allowed
@@ -102,8 +116,73 @@ class StorageFullError(StoreError):
     """No room left. What was acknowledged is kept; what was not stays in the spool."""
 
 
+class StoreUnreachableError(StoreError, ConnectionError):
+    """The store did not answer within the time allowed, or only that it cannot now. Trying again later is right."""
+
+
+class StoreAccessError(StoreError, PermissionError):
+    """The store refuses: no such bucket, or credentials that are missing, wrong or too weak. Trying again is no use."""
+
+
 class VacuumedError(StoreError):
     """A data file of the snapshot was deleted by a vacuum; a newer snapshot names its rows elsewhere."""
+
+
+class LogError(RolltapeError, RuntimeError):
+    """A log that brokers keep refuses an operation; the message is ours, the vendor's error is its cause."""
+
+
+class LogUnreachableError(LogError, ConnectionError):
+    """No broker answers; names the bootstrap addresses and what the connection failed of."""
+
+
+class LogAuthenticationError(LogError, PermissionError):
+    """The brokers refuse this user, or their certificate is not one that we trust. Never holds a secret."""
+
+
+class LogAuthorizationError(LogError, PermissionError):
+    """The brokers know this user, who may not do this to the named topic or group."""
+
+
+class TopicError(LogError):
+    """A topic is missing, or its settings differ from the plan; names the topic and the command that makes it."""
+
+
+class RecordTooLargeError(LogError):
+    """A record above what its topic takes, where no lake is given to keep its payload beside."""
+
+
+class OffsetGoneError(LogError):
+    """A position before the oldest or after the newest offset that a partition of the log holds.
+
+    ``partition`` (topic, partition) and ``offset`` name it, None where several are at stake.
+    """
+
+    def __init__(self, message: str, *, partition: tuple[str, int] | None = None, offset: int | None = None) -> None:
+        """Keep what the reader needs to go on from somewhere else."""
+        super().__init__(message)
+        self.partition = partition
+        self.offset = offset
+
+
+class LogMismatchError(LogError):
+    """Log and lake do not belong together, or one of them lost a part; names what is at stake and the ways out."""
+
+
+class OtherClusterError(LogMismatchError):
+    """The lake was fed from another cluster."""
+
+
+class TopicRecreatedError(LogMismatchError):
+    """The lake was fed from a topic of this name that was deleted; this one starts anew."""
+
+
+class OffsetLostError(LogMismatchError):
+    """Retention or truncation took records that no sink had archived."""
+
+
+class LakeAheadError(LogMismatchError):
+    """The lake holds offsets that the log does not have: the log lost its end, or is another one."""
 
 
 class ProducerFencedError(RolltapeError, RuntimeError):
