@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rolltape.schema.errors import ConfigError
+from rolltape.schema.policy import PolicyVersion as PolicyVersion  # noqa: PLC0414 - users of engines take it from here
 
 if TYPE_CHECKING:
     from rolltape.numerics.weights import Manifest
@@ -59,21 +60,6 @@ class SamplingConfig:
     def limits_support(self) -> bool:
         """Whether tokens are cut off, so that the kept ones have to be recorded."""
         return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyVersion:
-    """One version of a policy's weights. Versions are ordered by (run epoch, number)."""
-
-    policy_id: str
-    run_epoch: int
-    version: int
-    weights_digest: str
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """What orders versions of one policy."""
-        return (self.run_epoch, self.version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,6 @@ import dataclasses
 from rolltape.ingest.recorder import Recorder
 from rolltape.rollout.attempts import Attempt, AttemptBook, plan_step
 from rolltape.rollout.engine import PolicyVersion, SamplingConfig
-from rolltape.rollout.recording import version_columns
 from rolltape.rollout.seeds import sampling_seed
 from rolltape.rollout.single_turn import SingleTurn
 from rolltape.rollout.step import StepRows, StepRunner
@@ -70,7 +69,7 @@ def _record(
     )
     recorder.record(
         "evaluation_completed",
-        **version_columns(version),
+        **version.fields,
         problem_set=problem_set,
         num_problems=len(rows.problems),
         metrics=[

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rolltape.rollout.engine import EngineInfo, GenerationBatch, Int32, PolicyVersion, SamplingConfig
+from rolltape.rollout.engine import EngineInfo, GenerationBatch, Int32, SamplingConfig
 from rolltape.schema.columns import FLOAT32, INT32, list_of
 from rolltape.schema.kinds import KINDS
 from rolltape.schema.kinds.rollout import SAMPLING_TYPE, VERSION_RUNS_TYPE
@@ -181,16 +181,6 @@ def select_rows(columns: Mapping[str, Any], rows: Rows) -> Columns:
         if isinstance(value, np.ndarray)
         else value
         for name, value in columns.items()
-    }
-
-
-def version_columns(version: PolicyVersion) -> Columns:
-    """The columns that every weights event carries."""
-    return {
-        "policy_id": version.policy_id,
-        "policy_run_epoch": version.run_epoch,
-        "version": version.version,
-        "weights_digest": version.weights_digest,
     }
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from rolltape.ingest.recorder import Recorder
 from rolltape.numerics.weights import Manifest
 from rolltape.rollout.engine import ActivationHook, Engine, PolicyVersion, PublishedWeights
-from rolltape.rollout.recording import version_columns
 from rolltape.rollout.tape import RunTape, VersionKey
 from rolltape.schema.crash import crash_window
 from rolltape.schema.errors import DigestMismatchError, EngineError
@@ -26,7 +25,7 @@ def activation_hook(recorder: Recorder, engine_id: str) -> ActivationHook:
     def on_activated(version: PolicyVersion, duration_s: float) -> None:
         recorder.record(
             "weights_activated",
-            **version_columns(version),
+            **version.fields,
             engine_id=engine_id,
             caches="dropped",
             duration_s=duration_s,
@@ -85,7 +84,7 @@ class WeightClient:
             raise
         self._recorder.record(
             "weights_staged",
-            **version_columns(version),
+            **version.fields,
             engine_id=self._engine.engine_id,
             duration_s=time.perf_counter() - started,
         )

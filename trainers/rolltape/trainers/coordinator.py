@@ -17,29 +17,10 @@ from rolltape.ingest.log import EventLog
 from rolltape.ingest.recorder import Recorder
 from rolltape.schema.crash import crash_window
 from rolltape.schema.errors import EngineError
+from rolltape.schema.policy import PolicyVersion
 from rolltape.store.lake import Lake
 
 KINDS: Final = ("engine_joined", "engine_left", "weights_staged", "weights_committed", "weights_aborted")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyVersion:
-    """One version of one policy: the key that the tape uses, and the digest of its weights."""
-
-    policy_id: str
-    run_epoch: int
-    version: int
-    weights_digest: str
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The columns that every weights event carries."""
-        return {
-            "policy_id": self.policy_id,
-            "policy_run_epoch": self.run_epoch,
-            "version": self.version,
-            "weights_digest": self.weights_digest,
-        }
 
 
 @dataclass(slots=True)

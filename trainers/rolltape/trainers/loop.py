@@ -21,13 +21,14 @@ from rolltape.numerics.weights import named_weights, weights_digest
 from rolltape.schema.crash import crash_window
 from rolltape.schema.fold import Fold
 from rolltape.schema.identity import derived_id
+from rolltape.schema.policy import PolicyVersion
 from rolltape.store.lake import Lake
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.checkpoint import Progress, save_checkpoint
 from rolltape.trainers.collect import KINDS, StepCollector
 from rolltape.trainers.config import TrainerConfig
-from rolltape.trainers.coordinator import Coordinator, PolicyVersion
+from rolltape.trainers.coordinator import Coordinator
 from rolltape.trainers.environment import describe_environment
 from rolltape.trainers.history import RunHistory
 from rolltape.trainers.members import one_temperature, pack_members, temperatures_of

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from rolltape.numerics.weights import named_weights, save_shards
+from rolltape.schema.policy import PolicyVersion
 from rolltape.store.lake import Lake
-from rolltape.trainers.coordinator import PolicyVersion
 
 
 def weights_path(run_id: str, version: PolicyVersion) -> str:
