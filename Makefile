@@ -3,6 +3,7 @@
 #   make demo           a policy learns to sort from random weights; its tape is queried and replayed (3 minutes)
 #   make demo-smollm2   the same loop with a real language model on GSM8K
 #   make test           the whole test suite
+#   make soak           the faults of the Kafka pipeline again and again, each round with seeds of its own
 #   make lint           ruff, mypy, pyright, import rules
 #   make mutants        plants errors in the mathematics; each must make a test fail
 #   make bench          the figures of benchmarks/README.md
@@ -15,7 +16,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo demo-smollm2 test lint types imports mutants bench clean
+.PHONY: help venv demo demo-smollm2 test soak lint types imports mutants bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -69,6 +70,10 @@ demo-smollm2: $(VENV)/.installed $(VENV)/.model
 
 test: $(VENV)/.installed $(VENV)/.model
 	$(BIN)/python -m pytest $(ARGS)
+
+# Needs the servers that tests/servers/fixtures.py names. ARGS="--rounds N --seed S".
+soak: $(VENV)/.installed
+	$(BIN)/python -m tests.faults $(ARGS)
 
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py $(ARGS)

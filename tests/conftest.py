@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
@@ -12,6 +12,19 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from tests.servers.fixtures import (  # noqa: F401  # fixtures of every test
+    absences,
+    apache_kafka,
+    certificates,
+    kafka_broker,
+    kafka_cluster3,
+    noida_broker,
+    real_kafka,
+    s3_bucket,
+    s3_server,
+    topic_prefix,
+    toxiproxy,
+)
 
 from rolltape.schema.build import build_batch
 from rolltape.schema.digest import prefix_digest
@@ -219,15 +232,38 @@ def feed() -> Feed:
     return Feed()
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say which outside witnesses did not run, and how to run them."""
+_NOT_RUN = pytest.StashKey[Counter[str]]()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests whose server this environment does not name; the summary counts them."""
+    absent = absences(os.environ)
+    not_run = config.stash.setdefault(_NOT_RUN, Counter())
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        needs = {
+            *getattr(item, "fixturenames", ()),
+            *(name for mark in item.iter_markers("needs") for name in mark.args),
+        }
+        missing = [name for name in absent if name in needs]
+        not_run.update(missing[:1])
+        (left_out if missing else kept).append(item)
+    if left_out:
+        items[:] = kept
+        config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which suites did not run for want of a server or an outside witness, and how to run them."""
+    # With xdist the tests are collected in other processes, which cannot say how many they left out.
+    counts = config.stash.get(_NOT_RUN, None)
+    for name, absence in absences(os.environ).items():
+        if counts is None or counts[name]:
+            number = "" if counts is None else f" ({counts[name]} tests)"
+            terminalreporter.write_line(f"NOT RUN: {absence.what}{number}. To run them, {absence.how}.")
     if not os.environ.get("ROLLTAPE_DELTA_KERNEL_HOME"):
         terminalreporter.write_line(
             "NOT RUN: Delta Kernel did not read the lakes of these tests. Set ROLLTAPE_DELTA_KERNEL_HOME to a folder "
             "with DeltaRead.java and libs/ (Java 17), then run tests/integration/store/test_store_readers_agree.py"
-        )
-    if not os.environ.get("ROLLTAPE_S3_SERVER"):
-        terminalreporter.write_line(
-            "NOT RUN: no lake was kept in an object store. Set ROLLTAPE_S3_SERVER to a versitygw program, then run "
-            "tests/integration/store/test_store_s3.py"
         )

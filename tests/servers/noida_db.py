@@ -1,0 +1,66 @@
+"""noida-db: a small broker out of a package, up in milliseconds, for machines with nothing but pip.
+
+It speaks Kafka's protocol and keeps its data in ``folder``, but promises no durability: a kill loses the last second.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tests.servers.process import ServerError, ServerProcess, free_port, is_open
+
+
+class NoidaDb:
+    """One broker; use it as a context manager."""
+
+    name = "noida-db"
+
+    def __init__(self, folder: Path, port: int | None = None) -> None:
+        """Data and log go to ``folder``; it listens on ``port``, or on a free one."""
+        program = Path(str(importlib.resources.files("noida_db") / "noida-db"))
+        if not os.access(program, os.X_OK):
+            program.chmod(0o755)
+        self.port = port or free_port()
+        command = [str(program), "start", "--data-dir", str(folder / "data"), "--host", "127.0.0.1"]
+        command += ["--only", "kafka", "--kafka-port", str(self.port)]
+        self.process = ServerProcess(self.name, command, folder / "noida-db.out")
+
+    @property
+    def bootstrap(self) -> str:
+        """Where clients connect."""
+        return f"127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Start it, or start it again on its data; returns once it answers."""
+        self.process.start()
+        self.process.wait_until(lambda: is_open(self.port), 30)
+        # Where the port is taken, it would say another one and somebody else would have answered.
+        said = re.findall(r"kafka\s+127\.0\.0\.1:(\d+)", self.process.last_words())
+        if said[-1:] != [str(self.port)]:
+            raise ServerError(f"expected {self.name} on port {self.port}, got: {self.process.last_words()}")
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+
+    def stop(self) -> None:
+        """Graceful end."""
+        self.process.terminate()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.process.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
