@@ -1,0 +1,186 @@
+"""The topics of a log: how they should be, how they are, and making the ones that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from rolltape.ingest.kafka.client import BrokerAdmin, TopicInfo
+from rolltape.schema.errors import ConfigError, TopicError
+from rolltape.schema.kinds import TOPICS
+
+POLICY_VERSIONS: Final = "policy-versions"
+"""The compacted topic of one partition that keeps the newest version of each policy."""
+
+ALL_TOPICS: Final = (*TOPICS, POLICY_VERSIONS)
+MAX_MESSAGE_BYTES: Final = 16 << 20
+DEFAULT_RETENTION_HOURS: Final = 7 * 24
+
+_HOUR_MS: Final = 3_600_000
+_PARTITIONS: Final = {"rollout": 4, "teacher": 1, "training": 1, "weights": 1, "control": 1, POLICY_VERSIONS: 1}
+_REPLICATION: Final = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicConfig:
+    """How one topic should be.
+
+    Attributes:
+        name: our name of it, without prefix.
+        num_partitions: partitions; a topic of a log that is in use never gets others.
+        replication: copies of each partition; as many as there are brokers, at most three, where it is 0.
+        retention_hours: after which records are deleted, -1 for never; nothing where the topic is compacted.
+        max_message_bytes: largest record batch that the brokers take.
+        min_insync_replicas: copies that must have a record before it is acknowledged.
+        cleanup_policy: ``delete`` or ``compact``.
+    """
+
+    name: str
+    num_partitions: int = 1
+    replication: int = 0
+    retention_hours: float = DEFAULT_RETENTION_HOURS
+    max_message_bytes: int = MAX_MESSAGE_BYTES
+    min_insync_replicas: int = 0
+    cleanup_policy: str = "delete"
+
+    def settled(self, num_brokers: int) -> TopicConfig:
+        """With the numbers that depend on the size of the cluster."""
+        replication = self.replication or min(_REPLICATION, max(1, num_brokers))
+        return replace(
+            self, replication=replication, min_insync_replicas=self.min_insync_replicas or max(1, replication - 1)
+        )
+
+    def settings(self) -> dict[str, str]:
+        """The brokers' names of the settings that we rely on, with our values."""
+        found = {
+            "cleanup.policy": self.cleanup_policy,
+            "max.message.bytes": str(self.max_message_bytes),
+            "min.insync.replicas": str(self.min_insync_replicas),
+        }
+        if self.cleanup_policy == "delete":
+            hours = self.retention_hours
+            found["retention.ms"] = "-1" if hours < 0 else str(int(hours * _HOUR_MS))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicPlan:
+    """How all topics of a log should be."""
+
+    topics: tuple[TopicConfig, ...] = field(
+        default_factory=lambda: tuple(
+            TopicConfig(
+                name=name,
+                num_partitions=_PARTITIONS[name],
+                cleanup_policy="compact" if name == POLICY_VERSIONS else "delete",
+            )
+            for name in ALL_TOPICS
+        )
+    )
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        partitions: Mapping[str, int] | None = None,
+        retention_hours: float | None = None,
+        max_message_bytes: int | None = None,
+        min_insync_replicas: int | None = None,
+        replication: int | None = None,
+    ) -> TopicPlan:
+        """The default plan with other numbers; of partitions only those named.
+
+        Raises:
+            ConfigError: an unknown topic, or a number outside its range.
+        """
+        partitions = partitions or {}
+        unknown = partitions.keys() - set(ALL_TOPICS)
+        if unknown:
+            raise ConfigError(
+                f"partitions: expected topics of {', '.join(ALL_TOPICS)}, got {', '.join(sorted(unknown))}"
+            )
+        if any(number < 1 for number in partitions.values()):
+            raise ConfigError(f"partitions: expected 1 or more of each topic, got {dict(partitions)}")
+        if partitions.get(POLICY_VERSIONS, 1) != 1:
+            raise ConfigError(f"partitions: expected 1 of {POLICY_VERSIONS}, got {partitions[POLICY_VERSIONS]}")
+        chosen = {
+            "retention_hours": retention_hours,
+            "max_message_bytes": max_message_bytes,
+            "min_insync_replicas": min_insync_replicas,
+            "replication": replication,
+        }
+        common = {name: value for name, value in chosen.items() if value is not None}
+        return cls(
+            topics=tuple(
+                replace(topic, num_partitions=partitions.get(topic.name, topic.num_partitions), **common)
+                for topic in cls().topics
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicCheck:
+    """One topic, and what of it is not as planned.
+
+    Attributes:
+        config: the plan, with numbers that suit the cluster.
+        info: what the brokers say; None where the topic does not exist.
+        created: whether it was made just now.
+        differences: setting, planned value, found value.
+    """
+
+    config: TopicConfig
+    info: TopicInfo | None
+    created: bool = False
+    differences: tuple[tuple[str, str, str], ...] = ()
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the topic is there as planned."""
+        return self.info is not None and not self.differences
+
+
+def ensure_topics(admin: BrokerAdmin, plan: TopicPlan, *, create: bool) -> list[TopicCheck]:
+    """Compare every topic with the plan; with ``create``, first make those that are missing.
+
+    Existing topics are never changed: partitions that are added later would break the order of keys.
+    """
+    names = [topic.name for topic in plan.topics]
+    num_brokers = admin.num_brokers()
+    found = admin.describe(names)
+    created = set()
+    for topic in (topic.settled(num_brokers) for topic in plan.topics):
+        if found[topic.name] is None and create:
+            admin.create(topic.name, topic.num_partitions, topic.replication, topic.settings())
+            created.add(topic.name)
+    if created:
+        found |= admin.describe(sorted(created))
+    return [_check(topic.settled(num_brokers), found[topic.name], topic.name in created) for topic in plan.topics]
+
+
+def _check(config: TopicConfig, info: TopicInfo | None, created: bool) -> TopicCheck:
+    if info is None:
+        return TopicCheck(config=config, info=None)
+    planned = {"partitions": str(config.num_partitions), "replication": str(config.replication)} | config.settings()
+    actual = {"partitions": str(info.num_partitions), "replication": str(info.replication), **info.configs}
+    differences = tuple(
+        (name, value, actual.get(name, "none")) for name, value in planned.items() if actual.get(name) != value
+    )
+    return TopicCheck(config=config, info=info, created=created, differences=differences)
+
+
+def existing_topics(admin: BrokerAdmin, names: Sequence[str], url: str) -> dict[str, TopicInfo]:
+    """What the brokers say of topics that must be there.
+
+    Raises:
+        TopicError: one is missing; names the command that makes it.
+    """
+    found = admin.describe(names)
+    missing = [name for name, info in found.items() if info is None]
+    if missing:
+        raise TopicError(
+            f"expected the topics of {url}, got none for {', '.join(missing)}; create them: rolltape topics --log "
+            f"{url} --create"
+        )
+    return {name: info for name, info in found.items() if info is not None}

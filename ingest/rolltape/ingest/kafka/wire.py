@@ -1,0 +1,153 @@
+"""How a record of ours lies in the log: key, value and headers of a message, and what a message means to us.
+
+A payload that lies beside the lake (a claim check) is named by its digest and length; where it lies is derived from the
+lake, never from the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, Protocol, cast
+
+import pyarrow as pa
+
+from rolltape.ingest.kafka.client import Headers as Pairs
+from rolltape.ingest.kafka.client import Message
+from rolltape.schema.codec import Headers, Record
+from rolltape.schema.cursor import Partition
+from rolltape.schema.errors import CodecError, ConfigError, DigestMismatchError
+from rolltape.schema.kinds import TOPICS, Topic
+from rolltape.schema.reasons import BLOB_MISMATCH, BLOB_MISSING, FOREIGN_MESSAGE, TRUNCATED_PAYLOAD
+
+BLOB_DIGEST: Final = "rt-blob-sha256"
+BLOB_BYTES: Final = "rt-blob-bytes"
+DAMAGED: Final = "rt-damaged"
+
+
+class Blobs(Protocol):
+    """Where claimed payloads are fetched from (see :class:`rolltape.ingest.kafka.blobs.BlobStore`)."""
+
+    def get(self, sha256: str, num_bytes: int) -> pa.Buffer:
+        """The payload; FileNotFoundError where there is none, DigestMismatchError where it is another."""
+        ...
+
+
+class Outgoing(NamedTuple):
+    """A message as it is handed to the brokers."""
+
+    key: bytes
+    value: memoryview | bytes
+    headers: Pairs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreign:
+    """A message that has no readable headers of ours: nothing of it can be accounted for but its place."""
+
+    partition: Partition
+    offset: int
+    reason: str
+    detail: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unresolved:
+    """A record whose payload is lost, another one or damaged: its headers still account for it.
+
+    ``record`` has the damaged bytes as its value, or none.
+    """
+
+    record: Record
+    offset: int
+    reason: str
+    detail: str
+
+
+def to_message(record: Record, *, intact: bool = True) -> Outgoing:
+    """The message of a record that carries its own payload; one that is not ``intact`` says so of itself."""
+    value = record.value if isinstance(record.value, bytes) else memoryview(record.value).cast("B")
+    pairs = record.headers.to_pairs()
+    return Outgoing(record.key.encode(), value, pairs if intact else [*pairs, (DAMAGED, b"1")])
+
+
+def to_claim(record: Record, sha256: str, num_bytes: int) -> Outgoing:
+    """The message of a record whose payload lies beside the lake under ``sha256``."""
+    pairs = [*record.headers.to_pairs(), (BLOB_DIGEST, sha256.encode()), (BLOB_BYTES, b"%d" % num_bytes)]
+    return Outgoing(record.key.encode(), b"", pairs)
+
+
+def claim_of(headers: Pairs) -> tuple[str, int] | None:
+    """Digest and length of the payload that the headers claim; None where the message carries it.
+
+    Raises:
+        CodecError: headers of a claim that cannot be read.
+    """
+    found = dict(headers)
+    if BLOB_DIGEST not in found:
+        return None
+    try:
+        sha256, num_bytes = found[BLOB_DIGEST].decode("ascii"), int(found[BLOB_BYTES])
+    except (KeyError, ValueError, AttributeError) as error:
+        raise CodecError(
+            f"expected headers {BLOB_DIGEST} and {BLOB_BYTES} of a claim check, got {found.get(BLOB_DIGEST)!r} and "
+            f"{found.get(BLOB_BYTES)!r}"
+        ) from error
+    if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef") or num_bytes < 0:
+        raise CodecError(f"expected a SHA-256 in hexadecimal digits and a length, got {sha256!r} and {num_bytes}")
+    return sha256, num_bytes
+
+
+def from_message(message: Message, blobs: Blobs | None) -> Record | Foreign | Unresolved:
+    """What a message means, with its claimed payload fetched.
+
+    Raises:
+        ConfigError: a claim check, and no lake to fetch its payload from.
+        StoreError, OSError: the store did not answer; the message is as good as before.
+    """
+    try:
+        record = _record(message, Headers.from_pairs(_pairs(message)))
+        claim = claim_of(message.headers)
+    except CodecError as error:
+        return Foreign(
+            partition=message.partition,
+            offset=message.offset,
+            reason=FOREIGN_MESSAGE,
+            detail=str(error),
+            payload=b"" if message.value is None else bytes(message.value),
+        )
+    if DAMAGED in dict(message.headers):
+        detail = "damaged on its producer's disk: the checksum of its spooled frame did not hold"
+        return Unresolved(record=record, offset=message.offset, reason=TRUNCATED_PAYLOAD, detail=detail)
+    return record if claim is None else _resolved(record, message.offset, claim, blobs)
+
+
+def _pairs(message: Message) -> Any:
+    return [(name, value) for name, value in message.headers if value is not None]
+
+
+def _record(message: Message, headers: Headers) -> Record:
+    topic, partition = message.partition
+    if topic not in TOPICS:
+        raise CodecError(f"expected a topic of {', '.join(TOPICS)}, got {topic!r}")
+    try:
+        key = (message.key or b"").decode()
+    except UnicodeDecodeError as error:
+        raise CodecError(f"expected a key in UTF-8, got {message.key!r}") from error
+    value = b"" if message.value is None else message.value
+    return Record(topic=cast("Topic", topic), partition=partition, key=key, headers=headers, value=pa.py_buffer(value))
+
+
+def _resolved(record: Record, offset: int, claim: tuple[str, int], blobs: Blobs | None) -> Record | Unresolved:
+    sha256, num_bytes = claim
+    if blobs is None:
+        raise ConfigError(
+            f"expected a lake to fetch the payload {sha256} ({num_bytes} bytes) of {record.topic}/{record.partition} "
+            f"offset {offset} from, got none; open the log with kafka://…?lake=URL"
+        )
+    try:
+        return replace(record, value=blobs.get(sha256, num_bytes))
+    except FileNotFoundError as error:
+        return Unresolved(record=record, offset=offset, reason=BLOB_MISSING, detail=str(error))
+    except DigestMismatchError as error:
+        return Unresolved(record=record, offset=offset, reason=BLOB_MISMATCH, detail=str(error))
