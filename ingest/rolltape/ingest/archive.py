@@ -3,45 +3,50 @@
 Shared by every log that archives: records are offered in the order of their partition, and :meth:`Archive.commit`
 writes everything accepted since, with the lane marks and offsets in the same commit. Duplicates are recognised by the
 lane's mark; a record beyond mark + 1 is parked until the missing ones come or an operator accepts their loss.
+
+Some logs number their records themselves (Kafka). There the rows of a record carry the offset at which it became
+admissible: its own, or that of the record which closed the gap before it. So the tape is a function of the log's
+content alone, whoever archives it and however often they start again, and what was read up to a cursor never changes.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
 
 import pyarrow as pa
 
+from rolltape.ingest.alarms import alarm_batch
 from rolltape.ingest.conflicts import ConflictWindow, ContentLookup
-from rolltape.ingest.lanes import NOTHING, Gap, Lane, lane_marks, log_app_id
-from rolltape.ingest.refused import (
-    UNKNOWN_RUN,
-    dead_letter_batch,
-    letter_of_row,
-    letters_of_record,
-    payload_fields,
-    reason_of,
+from rolltape.ingest.lanes import (
+    NOTHING,
+    Gap,
+    Lane,
+    behind_app_id,
+    behind_marks,
+    foreign_app_id,
+    lane_marks,
+    log_app_id,
 )
-from rolltape.ingest.stamping import check_lane, joined, partition_of_app, place, stamp
+from rolltape.ingest.losses import AcceptedLoss, loss_letter
+from rolltape.ingest.parking import MAX_PARKED_BYTES, Offered, Parking, Refused, Rereads
+from rolltape.ingest.refused import letter_of_foreign, letters_of_record
+from rolltape.ingest.staging import Staging
+from rolltape.ingest.stamping import partition_of_app, place
 from rolltape.schema import reasons
-from rolltape.schema.codec import Record, decode
+from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Partition
-from rolltape.schema.envelope import SCHEMA_VERSION
-from rolltape.schema.errors import CodecError, ValidationError
 from rolltape.schema.identity import derived_id
-from rolltape.schema.kinds import kind_named
-from rolltape.schema.render import arrow_schema
-from rolltape.schema.validate import Limits, validate
+from rolltape.schema.validate import Limits
 
 ARCHIVER_EPOCH: Final = 1
 """The archiver's own lanes go on where the lake's marks stand, so one epoch serves for ever."""
 
 CONTROL: Final = Partition("control", 0)
-_REFUSED_ERRORS: Final = (ValidationError, CodecError, pa.ArrowException, UnicodeDecodeError)
 
 
 class Outcome(Enum):
@@ -68,38 +73,50 @@ class ArchiveTarget(ContentLookup, Protocol):
 
 @dataclass(slots=True)
 class _Staged:
-    """Everything accepted since the last commit."""
+    """Where lanes and partitions stand with what is staged."""
 
-    batches: dict[str, list[pa.RecordBatch]] = field(default_factory=dict)
-    letters: dict[Partition, list[dict[str, Any]]] = field(default_factory=dict)
     marks: dict[Lane, int] = field(default_factory=dict)
     offsets: dict[Partition, int] = field(default_factory=dict)
+    transactions: dict[str, int] = field(default_factory=dict)
 
 
 class Archive:
     """Lane accounting, validation and commits for one target. Not thread-safe."""
 
-    def __init__(self, target: ArchiveTarget, *, limits: Limits | None = None, archiver_id: str = "committer") -> None:
-        """Take the marks over from the target."""
+    def __init__(
+        self,
+        target: ArchiveTarget,
+        *,
+        limits: Limits | None = None,
+        archiver_id: str = "committer",
+        max_parked_bytes: int = MAX_PARKED_BYTES,
+        kinds: Collection[str] | None = None,
+    ) -> None:
+        """Take the marks over from the target. Of kinds other than ``kinds`` only the lanes are accounted for."""
         self._target = target
-        self._limits = limits or Limits()
         self._archiver_id = archiver_id
+        self._max_parked_bytes = max_parked_bytes
         self._conflicts = ConflictWindow(target)
+        self._rows = Staging(self._conflicts, limits or Limits(), kinds, self._own_lane, self._accept)
         self._alarmed: set[tuple[Lane, int]] = set()
         self.reload()
 
     def reload(self) -> None:
         """Forget what is not committed and take marks and offsets from the target again."""
         transactions = self._target.transactions()
+        self._transactions = transactions
         self._marks = lane_marks(transactions)
+        self._behind = behind_marks(transactions)
         self._offsets = {
             partition: version
             for app_id, version in transactions.items()
             if (partition := partition_of_app(app_id)) is not None
         }
         self._staged = _Staged()
-        self._parked: dict[Lane, dict[int, int]] = {}
-        self._parked_offsets: dict[Partition, int] = {}
+        self._rows.clear()
+        self._closed: list[Lane] = []
+        self._parking = Parking(self._max_parked_bytes)
+        self._rereads = Rereads()
         self._conflicts.forget_staged()
 
     # What stands where.
@@ -112,140 +129,185 @@ class Archive:
         """Last offset of a partition that is archived or staged."""
         return self._staged.offsets.get(partition, self._offsets.get(partition, NOTHING))
 
+    def transaction(self, app_id: str) -> int | None:
+        """Version of any application transaction that is archived or staged."""
+        return self._staged.transactions.get(app_id, self._transactions.get(app_id))
+
     @property
     def has_staged(self) -> bool:
-        """Whether a commit would change something."""
-        return bool(self._staged.marks or self._staged.offsets)
+        """Whether a commit may change something."""
+        return bool(self._staged.marks or self._staged.offsets or self._staged.transactions)
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that the staged rows and refused payloads hold."""
+        return self._rows.num_bytes
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes of parked records that are kept in memory."""
+        return self._parking.num_bytes
 
     def gaps(self) -> list[Gap]:
         """Lanes that stand still, and what they wait for."""
         return [
-            Gap(lane=lane, first=self.mark(lane) + 1, last=min(waiting) - 1)
-            for lane, waiting in self._parked.items()
-            if waiting
+            Gap(lane=lane, first=mark + 1, last=lowest - 1)
+            for lane, lowest in self._parking.lanes()
+            if lowest > (mark := self.mark(lane)) + 1
         ]
 
     def resumable(self) -> list[Lane]:
         """Lanes whose missing records came: what was parked behind them is to be offered again."""
-        return [lane for lane, waiting in self._parked.items() if waiting and min(waiting) <= self.mark(lane) + 1]
+        return [lane for lane, lowest in self._parking.lanes() if lowest <= self.mark(lane) + 1]
 
     def unpark(self, lane: Lane) -> None:
         """Forget what is parked of a lane; the caller offers it again."""
-        self._parked.pop(lane, None)
-        self._parked_offsets.pop(lane.log_partition, None)
+        self._parking.drop(lane)
+
+    def reread_from(self, partition: Partition) -> int | None:
+        """Where the caller has to go on reading a partition; None: after what it offered last.
+
+        Not None once parked records that were not kept can be admitted: then everything from that offset is to be
+        offered again, before anything else of the partition.
+        """
+        return self._rereads.next_offset(partition)
 
     # Taking records.
 
     def offer(
-        self, record: Record, *, offset: int | None = None, checksum: int | None = None, intact: bool = True
+        self,
+        record: Record,
+        *,
+        offset: int | None = None,
+        checksum: int | None = None,
+        refused: Refused | None = None,
+        time_us: int | None = None,
     ) -> Outcome:
         """Stage one record, or say why not.
 
-        ``offset`` is the log's own; None lets the archive number the partition. ``checksum`` is the value's CRC-32
-        where the caller has it; ``intact`` is False where it is known not to hold.
+        Args:
+            record: the record.
+            offset: the log's own; None lets the archive number the partition.
+            checksum: the value's CRC-32, where the caller has it.
+            refused: why it is a dead letter whatever its rows are.
+            time_us: the log's own time stamp, for the dead letters that the record may become (default: now).
         """
         headers = record.headers
         lane = Lane(headers.producer_id, headers.producer_epoch, record.topic, record.partition)
-        mark = self.mark(lane)
         checksum = zlib.crc32(memoryview(record.value)) if checksum is None else checksum
+        offered = Offered(record, checksum, offset, refused, time_us)
+        if offset is not None:
+            self._note_offset(lane.log_partition, offset)
+        mark = self.mark(lane)
         if headers.last_lane_seq <= mark:
-            return self._offer_known(record, lane, offset, checksum)
+            return self._offer_known(offered, lane)
         if headers.first_lane_seq > mark + 1:
-            self._park(lane, headers.first_lane_seq, headers.last_lane_seq, offset)
-            return Outcome.PARKED
-        self._conflicts.remember_record(lane, headers.first_lane_seq, checksum)
-        taken = self.last_offset(lane.log_partition) + 1 if offset is None else offset
-        # A record of repetitions alone leaves no row, so in a log that this archive numbers it takes no offset.
-        if self._admit(record, lane, taken, intact) or offset is not None:
-            self._take_offset(lane.log_partition, taken)
-        self._staged.marks[lane] = headers.last_lane_seq
+            return self._park(offered, lane)
+        if offset is None:
+            self._take(offered, lane, self.last_offset(lane.log_partition) + 1)
+        else:
+            # What was parked before this archive began is admitted where it became admissible.
+            at = max(offset, self._behind.get(lane, NOTHING))
+            self._take(offered, lane, at)
+            self._take_parked(lane, at)
         return Outcome.ACCEPTED
 
-    def _offer_known(self, record: Record, lane: Lane, offset: int | None, checksum: int) -> Outcome:
+    def _note_offset(self, partition: Partition, offset: int) -> None:
+        self._staged.offsets[partition] = max(offset, self.last_offset(partition))
+        self._rereads.pass_offset(partition, offset)
+
+    def pass_offset(self, partition: Partition, offset: int) -> None:
+        """Note that the log has nothing to archive up to ``offset``: its own marks, say, or nothing at all."""
+        self._note_offset(partition, offset)
+
+    def _park(self, offered: Offered, lane: Lane) -> Outcome:
+        first = offered.record.headers.first_lane_seq
+        if offered.offset is not None:
+            if self._parking.holds(lane, first):
+                return self._offer_known(offered, lane, Outcome.PARKED)
+            self._conflicts.remember_record(lane, first, offered.checksum)
+        self._parking.put(lane, first, offered)
+        return Outcome.PARKED
+
+    def _take(self, offered: Offered, lane: Lane, at: int) -> None:
+        """Stage a record whose turn it is at offset ``at``."""
+        headers = offered.record.headers
+        self._conflicts.remember_record(lane, headers.first_lane_seq, offered.checksum)
+        admitted = self._rows.admit(offered, at, self.mark(lane) - headers.first_lane_seq + 1)
+        # A record of repetitions alone leaves no row, so in a log that this archive numbers it takes no offset.
+        if admitted and offered.offset is None:
+            self._note_offset(lane.log_partition, at)
+        self._staged.marks[lane] = headers.last_lane_seq
+
+    def _take_parked(self, lane: Lane, at: int) -> None:
+        """Stage what waited in a lane, or in one whose loss was accepted, and is admissible now: at offset ``at``."""
+        self._closed.append(lane)
+        while self._closed:
+            lane = self._closed.pop()
+            while (offered := self._parking.take(lane, self.mark(lane) + 1)) is not None:
+                if offered.record.headers.last_lane_seq > self.mark(lane):
+                    self._take(offered, lane, at)
+            again = self._parking.take_beyond(lane, self.mark(lane) + 1)
+            if again is not None:
+                self._read_again(lane, again, at)
+
+    def _accept(self, loss: AcceptedLoss, record: Record) -> str | None:
+        """Close the gap whose loss an operator's event accepts; says why not where it fits no gap."""
+        lane, mark, lowest = loss.lane, self.mark(loss.lane), self._parking.lowest(loss.lane)
+        if lane.log_partition != (record.topic, record.partition) or lane.producer_id == record.headers.producer_id:
+            return f"expected another producer's lane on {record.topic}/{record.partition}, got {lane}"
+        if loss.first != mark + 1 or loss.last < loss.first or (lowest is not None and loss.last >= lowest):
+            missing = f"{mark + 1} to {'…' if lowest is None else lowest - 1}"
+            return (
+                f"lane {lane}: expected the loss of lane_seq {missing} to be accepted, got {loss.first} to {loss.last}"
+            )
+        self._staged.marks[lane] = loss.last
+        self._closed.append(lane)
+        return None
+
+    def _read_again(self, lane: Lane, offset: int, at: int) -> None:
+        """Have everything from ``offset`` offered again, and admit this lane's records of it at ``at``.
+
+        A commit in between says so too, or whoever goes on after it would place the rest elsewhere.
+        """
+        partition = lane.log_partition
+        self._behind[lane] = at
+        self._staged.transactions[behind_app_id(lane)] = at
+        self._rereads.want(partition, offset, until=max(at, self.last_offset(partition)))
+
+    def _offer_known(self, offered: Offered, lane: Lane, outcome: Outcome = Outcome.DUPLICATE) -> Outcome:
+        record = offered.record
         first = record.headers.first_lane_seq
-        if self._conflicts.is_new_content(lane, first, checksum):
-            detail = (
-                f"expected the bytes that lane_seq {first} of lane {lane} came with before, got others; both are kept"
-            )
-            letters = letters_of_record(record, reason=reasons.CONFLICT, detail=detail)
-            for letter in letters:
-                # The lane and index ranges are accounted for by the first delivery.
-                letter.update(first_lane_seq=None, last_lane_seq=None, first_event_index=None, last_event_index=None)
-                letter["event_id"] = derived_id(letter["event_id"], checksum)
-            self._add_letters(letters[:1], record, self._take_offset(lane.log_partition, offset))
-        elif offset is not None:
-            self._take_offset(lane.log_partition, offset)
-        return Outcome.DUPLICATE
+        if not self._conflicts.is_new_content(lane, first, offered.checksum):
+            return outcome
+        detail = f"expected the bytes that lane_seq {first} of lane {lane} came with before, got others; both are kept"
+        letter = letters_of_record(record, reason=reasons.CONFLICT, detail=detail)[0]
+        # The lane and index ranges are accounted for by the first delivery.
+        letter.update(first_lane_seq=None, last_lane_seq=None, first_event_index=None, last_event_index=None)
+        letter["event_id"] = derived_id(letter["event_id"], offered.checksum)
+        at = offered.offset
+        if at is None:
+            at = self.last_offset(lane.log_partition) + 1
+            self._note_offset(lane.log_partition, at)
+        elif self._target.read_events("dead_letter", [letter["event_id"]], None):
+            # Offered again after a restart, because of something parked before it.
+            return outcome
+        self._rows.add_letters([letter], offered, at)
+        return outcome
 
-    def _park(self, lane: Lane, first: int, last: int, offset: int | None) -> None:
-        self._parked.setdefault(lane, {})[first] = last
-        if offset is not None:
-            partition = lane.log_partition
-            self._parked_offsets[partition] = min(offset, self._parked_offsets.get(partition, offset))
-
-    def _take_offset(self, partition: Partition, offset: int | None) -> int:
-        taken = self.last_offset(partition) + 1 if offset is None else offset
-        self._staged.offsets[partition] = max(taken, self.last_offset(partition))
-        return taken
-
-    def _admit(self, record: Record, lane: Lane, offset: int, intact: bool) -> bool:
-        """Stage the record's rows and dead letters at ``offset``; False if there are none."""
-        try:
-            if not intact:
-                raise CodecError(
-                    "expected a value with the checksum of its frame, got other bytes: they were damaged on disk"
-                )
-            batch = decode(record.value, kind=kind_named(record.headers.kind).name)
-            check_lane(batch, record)
-        except _REFUSED_ERRORS as error:
-            self._add_letters(letters_of_record(record, reason=reason_of(error), detail=str(error)), record, offset)
-            return True
-        known = self.mark(lane) - record.headers.first_lane_seq + 1
-        if known > 0:
-            batch = batch.slice(known)
-        return self._admit_rows(batch, record, offset)
-
-    def _admit_rows(self, batch: pa.RecordBatch, record: Record, offset: int) -> bool:
-        kind = record.headers.kind
-        refused = {refusal.row: (refusal.reason, refusal.detail) for refusal in validate(batch, self._limits)}
-        repeated = self._conflicts.check(kind, batch)
-        for row, detail in repeated.items():
-            if detail is not None:
-                refused.setdefault(row, (reasons.CONFLICT, detail))
-        letters = [
-            letter_of_row(batch, row, kind=kind, reason=reason, detail=detail)
-            for row, (reason, detail) in sorted(refused.items())
-        ]
-        out = refused.keys() | repeated.keys()
-        if out:
-            batch = batch.filter(pa.array([row not in out for row in range(batch.num_rows)]))
-        if batch.num_rows:
-            stamped = stamp(batch, Partition(record.topic, record.partition), offset)
-            self._conflicts.remember_rows(kind, stamped)
-            self._staged.batches.setdefault(kind, []).append(stamped)
-        if letters:
-            self._add_letters(letters, record, offset)
-        return bool(batch.num_rows or letters)
-
-    def _add_letters(self, letters: list[dict[str, Any]], record: Record, offset: int) -> None:
-        partition = Partition(record.topic, record.partition)
-        source = {
-            "source_topic": record.topic,
-            "source_partition": record.partition,
-            "source_offset": offset,
-            "source_producer_id": record.headers.producer_id,
-            "source_producer_epoch": record.headers.producer_epoch,
-        }
-        for letter in letters:
-            self._staged.letters.setdefault(partition, []).append(
-                {
-                    "recorded_at": time.time_ns() // 1000,
-                    **letter,
-                    **source,
-                    **self._own_lane(partition),
-                    **place(partition, offset),
-                }
-            )
+    def offer_foreign(
+        self, partition: Partition, offset: int, *, detail: str, payload: bytes, time_us: int | None = None
+    ) -> Outcome:
+        """Stage a dead letter for a message of the log that is no record of ours, unless it was archived before."""
+        self._note_offset(partition, offset)
+        app_id = foreign_app_id(partition)
+        archived = self.transaction(app_id)
+        if archived is not None and offset <= archived:
+            return Outcome.DUPLICATE
+        self._staged.transactions[app_id] = offset
+        letter = letter_of_foreign(partition, offset, detail=detail, payload=payload)
+        self._rows.add_letter(letter, partition, offset, time_us)
+        return Outcome.ACCEPTED
 
     def _own_lane(self, partition: Partition) -> dict[str, Any]:
         lane = Lane(self._archiver_id, ARCHIVER_EPOCH, *partition)
@@ -253,34 +315,18 @@ class Archive:
         self._staged.marks[lane] = lane_seq
         return {"producer_id": self._archiver_id, "producer_epoch": ARCHIVER_EPOCH, "lane_seq": lane_seq}
 
-    def accept_loss(self, lane: Lane, through: int, *, offset: int | None = None) -> None:
+    def accept_loss(self, lane: Lane, through: int) -> None:
         """Close a gap by a dead letter that accounts for ``lane_seq`` mark + 1 to ``through``, if any is missing.
 
-        ``offset`` is the one to stamp it with where the log numbers its records itself.
+        For logs that this archive numbers. In others an operator sends the acceptance as an event (see
+        :func:`rolltape.ingest.deadletters.accept_loss_in_log`), and whoever reads it closes the gap.
         """
         first = self.mark(lane) + 1
         if first > through:
             return
-        partition = lane.log_partition
-        offset = self._take_offset(partition, offset)
-        letter = {
-            "event_id": derived_id("dead_letter", reasons.LANE_GAP_ACCEPTED, lane.app_id, first, through),
-            "run_id": UNKNOWN_RUN,
-            "run_epoch": 0,
-            "recorded_at": time.time_ns() // 1000,
-            "reason": reasons.LANE_GAP_ACCEPTED,
-            "detail": f"an operator accepted the loss of lane_seq {first} to {through} of lane {lane}",
-            "source_topic": lane.topic,
-            "source_partition": lane.partition,
-            "source_producer_id": lane.producer_id,
-            "source_producer_epoch": lane.producer_epoch,
-            "first_lane_seq": first,
-            "last_lane_seq": through,
-            **payload_fields(b"", "raw", None),
-        }
-        self._staged.letters.setdefault(partition, []).append(
-            {**letter, **self._own_lane(partition), **place(partition, offset)}
-        )
+        at = self.last_offset(lane.log_partition) + 1
+        self._note_offset(lane.log_partition, at)
+        self._rows.add_letter(loss_letter(lane, first, through), lane.log_partition, at, None)
         self._staged.marks[lane] = through
 
     # Committing.
@@ -296,27 +342,15 @@ class Archive:
                 continue
             self._alarmed.add((gap.lane, gap.first))
             if not self._target.read_events("alarm_raised", [event_id], None):
-                self._stage_alarm(event_id, gap)
+                at = self.last_offset(CONTROL) + 1
+                self._note_offset(CONTROL, at)
+                stamps = {**self._own_lane(CONTROL), **place(CONTROL, at)}
+                batch = alarm_batch(gap, event_id, time.time_ns() // 1000, stamps)
+                self._rows.add_rows("alarm_raised", batch)
 
-    def _stage_alarm(self, event_id: str, gap: Gap) -> None:
-        schema = arrow_schema("alarm_raised")
-        row = {
-            "event_id": event_id,
-            "kind": "alarm_raised",
-            "schema_version": SCHEMA_VERSION,
-            "run_id": UNKNOWN_RUN,
-            "run_epoch": 0,
-            "recorded_at": time.time_ns() // 1000,
-            "alarm_raised": {
-                "alarm": "lane_gap",
-                "severity": "error",
-                "value": float(gap.last - gap.first + 1),
-                "detail": str(gap),
-            },
-            **self._own_lane(CONTROL),
-            **place(CONTROL, self._take_offset(CONTROL, None)),
-        }
-        self._staged.batches.setdefault("alarm_raised", []).append(pa.RecordBatch.from_pylist([row], schema=schema))
+    def stage_transaction(self, app_id: str, version: int) -> None:
+        """Have the next commit move an application transaction that is neither a lane's nor a partition's."""
+        self._staged.transactions[app_id] = version
 
     def commit(self) -> Any | None:
         """Commit what is staged; None if nothing is. After an error the caller reloads and offers again.
@@ -325,26 +359,30 @@ class Archive:
             CommitterFencedError: another archiver moved the marks.
             StorageFullError: no room; nothing was committed.
         """
-        if not self.has_staged:
-            return None
         staged = self._staged
-        tables = {kind: pa.Table.from_batches(batches) for kind, batches in staged.batches.items()}
-        if staged.letters:
-            batches = [dead_letter_batch(staged.letters[partition]) for partition in sorted(staged.letters)]
-            tables["dead_letter"] = joined("dead_letter", tables.get("dead_letter"), batches)
+        offsets = {partition: self._archived_to(partition, offset) for partition, offset in staged.offsets.items()}
         transactions = {lane.app_id: mark for lane, mark in staged.marks.items()}
-        expected: dict[str, int | None] = {lane.app_id: self._marks.get(lane) for lane in staged.marks}
-        for partition, offset in staged.offsets.items():
-            transactions[log_app_id(partition)] = self._archived_to(partition, offset)
-            expected[log_app_id(partition)] = self._offsets.get(partition)
-        commit = self._target.append(tables, transactions, expected)
+        transactions |= {log_app_id(partition): offset for partition, offset in offsets.items()}
+        transactions |= staged.transactions
+        known: dict[str, int | None] = {lane.app_id: self._marks.get(lane) for lane in staged.marks}
+        known |= {log_app_id(partition): self._offsets.get(partition) for partition in staged.offsets}
+        known |= {app_id: self._transactions.get(app_id) for app_id in staged.transactions}
+        moved = {
+            app_id: version
+            for app_id, version in transactions.items()
+            if version != (NOTHING if known[app_id] is None else known[app_id])
+        }
+        commit = self._target.append(self._rows.tables(), moved, known) if moved else None
         self._marks.update(staged.marks)
-        self._offsets.update({partition: transactions[log_app_id(partition)] for partition in staged.offsets})
+        self._offsets.update(offsets)
+        if staged.transactions:
+            self._transactions = {**self._transactions, **staged.transactions}
         self._staged = _Staged()
+        self._rows.clear()
         self._conflicts.staged_are_committed()
         return commit
 
     def _archived_to(self, partition: Partition, offset: int) -> int:
-        """The offset to store: never behind a parked record, which a restart has to read again."""
-        parked = self._parked_offsets.get(partition)
-        return offset if parked is None else min(offset, parked - 1)
+        """The offset to store: never behind what a restart has to read again, as it is parked or was not kept."""
+        again, parked = self._rereads.next_offset(partition), self._parking.oldest_offset(partition)
+        return min([offset, *(at - 1 for at in (again, parked) if at is not None)])

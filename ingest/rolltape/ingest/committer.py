@@ -26,6 +26,7 @@ from rolltape.ingest.conflicts import rows_by_id
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.locks import FileLock
 from rolltape.ingest.memory import MemoryTarget
+from rolltape.ingest.parking import Refused
 from rolltape.ingest.refused import microseconds
 from rolltape.ingest.spool_layout import (
     COMMITTER_LOCK,
@@ -40,6 +41,7 @@ from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.build import build_batch
 from rolltape.schema.codec import make_record
 from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError
+from rolltape.schema.reasons import TRUNCATED_PAYLOAD
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
 from rolltape.store.parquet import encode_file
@@ -47,6 +49,11 @@ from rolltape.store.parquet import encode_file
 CommitterMode = Literal["auto", "thread", "external"]
 
 _LOG: Final = logging.getLogger(__name__)
+
+_DAMAGED: Final = Refused(
+    TRUNCATED_PAYLOAD,
+    "expected a value with the checksum of its frame, got other bytes: they were damaged on disk",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +195,8 @@ class Committer:
     def _offer_from(self, producer: ProducerReader) -> int:
         taken = 0
         for epoch, spooled in producer.read(self._options.max_commit_bytes):
-            outcome = self.archive.offer(spooled.record, checksum=spooled.checksum, intact=spooled.intact)
+            refused = None if spooled.intact else _DAMAGED
+            outcome = self.archive.offer(spooled.record, checksum=spooled.checksum, refused=refused)
             if outcome is Outcome.PARKED:
                 headers = spooled.record.headers
                 lane = Lane(headers.producer_id, headers.producer_epoch, spooled.record.topic, spooled.record.partition)

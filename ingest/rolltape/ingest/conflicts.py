@@ -84,18 +84,20 @@ class ConflictWindow:
         self._lookup = lookup
         self._records: _Generations[tuple[Lane, int], tuple[int, ...]] = _Generations(capacity)
         self._events: _Generations[str, str] = _Generations(capacity)
+        self._staged_records: dict[tuple[Lane, int], tuple[int, ...]] = {}
         self._staged: dict[str, tuple[pa.RecordBatch, int]] = {}
 
     def remember_record(self, lane: Lane, first_lane_seq: int, checksum: int) -> None:
         """Note a record that was accepted."""
-        self._records.update({(lane, first_lane_seq): (checksum,)})
+        self._staged_records[lane, first_lane_seq] = (checksum,)
 
     def is_new_content(self, lane: Lane, first_lane_seq: int, checksum: int) -> bool:
         """Whether a repeated record is known to have come with other bytes; noted, so that it is reported once."""
-        known = self._records.get((lane, first_lane_seq))
+        place = (lane, first_lane_seq)
+        known = self._staged_records.get(place) or self._records.get(place)
         if known is None or checksum in known:
             return False
-        self._records.update({(lane, first_lane_seq): (*known, checksum)})
+        self._staged_records[place] = (*known, checksum)
         return True
 
     def remember_rows(self, kind: str, batch: pa.RecordBatch) -> None:
@@ -106,11 +108,14 @@ class ConflictWindow:
 
     def staged_are_committed(self) -> None:
         """The staged rows are to be read from the target from now on."""
+        self._records.update(self._staged_records)
+        self._staged_records = {}
         self._staged.clear()
 
     def forget_staged(self) -> None:
         """The staged rows were not committed; they will be offered again."""
         self._events.discard(self._staged)
+        self._staged_records = {}
         self._staged.clear()
 
     def check(self, kind: str, batch: pa.RecordBatch) -> dict[int, str | None]:

@@ -12,6 +12,8 @@ from rolltape.schema.errors import ConfigError, LaneGapError
 
 LANE_PREFIX: Final = "lane/"
 LOG_PREFIX: Final = "log/"
+BEHIND_PREFIX: Final = "behind/"
+FOREIGN_PREFIX: Final = "foreign/"
 NOTHING: Final = -1
 """The mark of a lane or partition of which nothing is archived yet."""
 
@@ -81,6 +83,26 @@ def lane_marks(transactions: Mapping[str, int]) -> dict[Lane, int]:
 def log_app_id(partition: Partition) -> str:
     """Name of the application transaction that holds a partition's last archived offset."""
     return f"{LOG_PREFIX}{partition.topic}/{partition.partition}"
+
+
+def behind_app_id(lane: Lane) -> str:
+    """Name of the transaction that holds the offset at which what had waited in a lane is admitted."""
+    return f"{BEHIND_PREFIX}{lane.app_id.removeprefix(LANE_PREFIX)}"
+
+
+def behind_marks(transactions: Mapping[str, int]) -> dict[Lane, int]:
+    """The offsets that :func:`behind_app_id` names, by lane."""
+    marks = {
+        f"{LANE_PREFIX}{app_id.removeprefix(BEHIND_PREFIX)}": version
+        for app_id, version in transactions.items()
+        if app_id.startswith(BEHIND_PREFIX)
+    }
+    return lane_marks(marks)
+
+
+def foreign_app_id(partition: Partition) -> str:
+    """Name of the transaction that holds the last offset of a partition at which a foreign message is archived."""
+    return f"{FOREIGN_PREFIX}{partition.topic}/{partition.partition}"
 
 
 def newest_epoch(transactions: Mapping[str, int], producer_id: str) -> int:

@@ -13,6 +13,7 @@ from rolltape.schema import reasons
 from rolltape.schema.build import RefusedRow
 from rolltape.schema.codec import Record, encode
 from rolltape.schema.columns import TIMESTAMP_US
+from rolltape.schema.cursor import Partition
 from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.errors import CodecError, HeaderMismatchError, SchemaVersionError, UnknownKindError
 from rolltape.schema.identity import derived_id
@@ -136,6 +137,21 @@ def letters_of_record(record: Record, *, reason: str, detail: str) -> list[dict[
     for letter in letters[1:]:
         letter.update(payload=None, first_lane_seq=None, last_lane_seq=None)
     return letters
+
+
+def letter_of_foreign(partition: Partition, offset: int, *, detail: str, payload: bytes) -> dict[str, Any]:
+    """A dead letter of a message that is no record of ours: nothing is known of it but its place and its bytes."""
+    return {
+        "event_id": derived_id("dead_letter", reasons.FOREIGN_MESSAGE, *partition, offset),
+        "run_id": UNKNOWN_RUN,
+        "run_epoch": 0,
+        "reason": reasons.FOREIGN_MESSAGE,
+        "detail": detail,
+        "source_topic": partition.topic,
+        "source_partition": partition.partition,
+        "source_offset": offset,
+        **payload_fields(payload, RAW, None),
+    }
 
 
 def dead_letter_batch(letters: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:

@@ -23,6 +23,9 @@ BROKEN_UTF8: Final = "broken_utf8"
 HEADER_MISMATCH: Final = "header_mismatch"
 CONFLICT: Final = "conflict"
 LANE_GAP_ACCEPTED: Final = "lane_gap_accepted"
+FOREIGN_MESSAGE: Final = "foreign_message"
+BLOB_MISSING: Final = "blob_missing"
+BLOB_MISMATCH: Final = "blob_mismatch"
 
 DEAD_LETTER_REASONS: Final = MappingProxyType(
     {
@@ -40,6 +43,9 @@ DEAD_LETTER_REASONS: Final = MappingProxyType(
         HEADER_MISMATCH: "the record's headers contradict its rows",
         CONFLICT: "an event id that is known already, with other bytes",
         LANE_GAP_ACCEPTED: "an operator accepted the loss of a range of a lane",
+        FOREIGN_MESSAGE: "a message of the log without readable headers: somebody else wrote it",
+        BLOB_MISSING: "the payload that a claim check names is not beside the lake",
+        BLOB_MISMATCH: "the payload that a claim check names has another digest or length",
     }
 )
 
