@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -11,13 +11,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.ingest.log import LogReader
+from rolltape.rollout.tape import read_to
+from rolltape.schema.cursor import Cursor
 from rolltape.schema.runline import RunLine
 
 TOPICS: Final = ("rollout",)
 KINDS: Final = ("rollout_dispatched", "attempt_abandoned", "action_sampled", "rollout_ended", "reward_assigned")
 
-Place = tuple[str, int, int, int]
-"""(purpose, training step, group ordinal, member)."""
+Place = tuple[str, int | None, int, int]
+"""(purpose, training step, group ordinal, member). Step None: meant for none, and the ordinal counts in the run."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,7 +29,7 @@ class Attempt:
     trajectory_id: str
     attempt: int
     epoch: int  # run epoch of its dispatch
-    step: int
+    step: int | None
     token_ids: list[int] = field(default_factory=list)
     ended: str | None = None  # status of its own end
     rewarded: bool = False
@@ -35,7 +37,11 @@ class Attempt:
 
     def stays(self, line: RunLine) -> bool:
         """Whether the attempt counts and needs nothing but, perhaps, a reward."""
-        return self.ended is not None and not self.abandoned and line.is_live_dispatch(self.epoch, self.step)
+        return self.ended is not None and not self.abandoned and self.is_live(line)
+
+    def is_live(self, line: RunLine) -> bool:
+        """Whether its dispatch counts; one that is meant for no step does in every run epoch."""
+        return self.step is None or line.is_live_dispatch(self.epoch, self.step)
 
 
 class AttemptBook:
@@ -58,19 +64,21 @@ class AttemptBook:
             self._newest[place] = attempt
         self._by_id[attempt.trajectory_id, attempt.attempt] = attempt
 
-    def forget_before(self, step: int) -> None:
-        """Let go of what steps before ``step`` needed."""
-        self._newest = {place: attempt for place, attempt in self._newest.items() if attempt.step >= step}
-        self._by_id = {(a.trajectory_id, a.attempt): a for a in self._by_id.values() if a.step >= step}
+    def forget(self, is_past: Callable[[Place], bool]) -> None:
+        """Let go of the attempts at places that nobody will ask for again."""
+        self._newest = {place: attempt for place, attempt in self._newest.items() if not is_past(place)}
+        self._by_id = {(a.trajectory_id, a.attempt): a for a in self._newest.values()}
 
-    def read_all(self, reader: LogReader) -> None:
-        """Take in everything that the reader has now, dispatches first."""
+    def read_all(self, reader: LogReader, end: Cursor) -> None:
+        """Take in everything that the reader has up to ``end``, dispatches first."""
         tables: dict[str, list[pa.Table]] = {kind: [] for kind in KINDS}
-        while deliveries := reader.poll(0.0):
-            for delivery in deliveries:
-                mine = delivery.table.filter(pc.equal(delivery.table["run_id"], self._run_id))
-                if mine.num_rows:
-                    tables[delivery.kind].append(mine)
+
+        def keep(kind: str, table: pa.Table) -> None:
+            mine = table.filter(pc.equal(table["run_id"], self._run_id))
+            if mine.num_rows:
+                tables[kind].append(mine)
+
+        read_to(reader, end, TOPICS, keep)
         for kind in KINDS:
             for table in tables[kind]:
                 self._apply(kind, table)

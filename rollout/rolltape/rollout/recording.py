@@ -34,7 +34,7 @@ class RolloutBatch:
     """Who the ``B`` rollouts of a batch are: one entry each, in the order in which they are generated."""
 
     purpose: str  # train or evaluate
-    step: int  # training step that they are meant for
+    step: int | None  # training step that they are meant for; None: for none
     group_size: int
     trajectory_ids: Sequence[str]
     attempts: Sequence[int]

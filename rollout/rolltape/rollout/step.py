@@ -25,7 +25,7 @@ class StepRows:
     """The rollouts that a worker owes a step, in the fixed order in which they are generated."""
 
     purpose: str  # train or evaluate
-    step: int
+    step: int | None  # that they are meant for; None: for none, and group ordinals count in the run
     group_size: int
     problems: Sequence[Problem]  # [B]
     group_ordinals: Sequence[int]  # [B]
@@ -37,6 +37,11 @@ class StepRows:
         """Where each rollout stands in its step."""
         pairs = zip(self.group_ordinals, self.members, strict=True)
         return [(self.purpose, self.step, ordinal, member) for ordinal, member in pairs]
+
+
+def group_id_of(run_id: str, purpose: str, step: int | None, ordinal: int) -> str:
+    """Name of a group: a function of its place in the run."""
+    return derived_id(run_id, "group", purpose, "run" if step is None else step, ordinal)
 
 
 class StepRunner:
@@ -73,7 +78,7 @@ class StepRunner:
         for row in plan.abandon.tolist():
             attempt = _known(book, places[row])
             attempt.abandoned = True
-            lost["worker_lost" if line.is_live_dispatch(attempt.epoch, attempt.step) else "superseded"].append(row)
+            lost["worker_lost" if attempt.is_live(line) else "superseded"].append(row)
         details = {
             "worker_lost": "its worker ended before it did; generated again from its first token",
             "superseded": "dispatched in an older run epoch for a step that is not on the live line",
@@ -103,7 +108,7 @@ class StepRunner:
     def _batch(self, rows: StepRows, attempts: Sequence[Attempt | None], chosen: Rows | None) -> RolloutBatch:
         run_id = self._recorder.run_id
         groups = {
-            ordinal: derived_id(run_id, "group", rows.purpose, rows.step, ordinal)
+            ordinal: group_id_of(run_id, rows.purpose, rows.step, ordinal)
             for ordinal in dict.fromkeys(rows.group_ordinals)
         }
         batch = RolloutBatch(

@@ -5,6 +5,8 @@ The order in which topics arrive does not matter: everything is keyed, and looke
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,6 +32,23 @@ KINDS: Final = (
 VersionKey = tuple[int, int]
 """(policy run epoch, version number)."""
 
+_IDLE_S: Final = 5.0
+_POLL_S: Final = 0.05
+
+
+def read_to(reader: LogReader, end: Cursor, topics: Collection[str], apply: Callable[[str, pa.Table], None]) -> None:
+    """Read ``topics`` until the reader stands at ``end`` or behind it; gives ``apply`` each kind and table.
+
+    An empty poll is no sign of the end: a broker may just be slow. Where nothing comes for some seconds the rest is
+    held back by a gap in somebody's lane, and comes when that closes.
+    """
+    wanted = [place for place in end if place.topic in topics]
+    last = time.monotonic()
+    while any(reader.cursor[place] < end[place] for place in wanted) and time.monotonic() - last < _IDLE_S:
+        for delivery in reader.poll(_POLL_S):
+            apply(delivery.kind, delivery.table)
+            last = time.monotonic()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletedStep:
@@ -54,6 +73,9 @@ class RunTape:
     committed: set[VersionKey] = field(default_factory=set)
     aborted: set[VersionKey] = field(default_factory=set)
     evaluated: set[tuple[VersionKey, str]] = field(default_factory=set)  # version and problem set
+    follow_groups: bool = False  # whether to note which groups were consumed
+    groups: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # by (epoch, step): groups of its batch
+    _consumed: set[str] | None = None  # the live ones among them
 
     @property
     def line(self) -> RunLine:
@@ -76,6 +98,15 @@ class RunTape:
             for key, row in self.published.items()
             if key not in self.aborted and line.is_live_step(key[0], row["step"] or 0)
         }
+
+    @property
+    def consumed_groups(self) -> set[str]:
+        """Groups that the trainer has consumed on the live line, trained or dropped: what lets a worker go on."""
+        if self._consumed is None:
+            line = self.line
+            live = [groups for (epoch, step), groups in self.groups.items() if line.is_live_dispatch(epoch, step)]
+            self._consumed = set().union(*live)
+        return self._consumed
 
     def cursor_before(self, step: int) -> Cursor:
         """A position before every rollout that was ever dispatched for ``step`` or later ones, in whatever epoch.
@@ -125,6 +156,7 @@ class RunTape:
         else:
             steps = [0] * len(epochs)
         self.epochs.update(zip(epochs, steps, strict=True))
+        self._consumed = None  # the live line may have changed
 
     def _apply_batches(self, table: pa.Table) -> None:
         struct = table["batch_formed"]
@@ -132,6 +164,18 @@ class RunTape:
         cursors = pc.struct_field(struct, "cursor_after").to_pylist()
         for step, rows in zip(steps, cursors, strict=True):
             self.cursors.setdefault(step, []).append(Cursor.from_rows(rows))
+        if self.follow_groups:
+            self._apply_groups(table, steps)
+
+    def _apply_groups(self, table: pa.Table, steps: list[int]) -> None:
+        struct = table["batch_formed"]
+        columns = [pc.struct_field(struct, name).combine_chunks() for name in ("members", "dropped")]
+        for row, (epoch, step) in enumerate(zip(table["run_epoch"].to_pylist(), steps, strict=True)):
+            found = [pc.struct_field(pc.list_flatten(column.slice(row, 1)), "group_id") for column in columns]
+            groups = {group for ids in found for group in ids.unique().to_pylist() if group is not None}
+            self.groups.setdefault((epoch, step), set()).update(groups)
+            if self._consumed is not None and self.line.is_live_dispatch(epoch, step):
+                self._consumed |= groups
 
     def _apply_steps(self, table: pa.Table) -> None:
         struct = table["train_step_completed"]

@@ -50,10 +50,12 @@ class WeightClient:
         self._root = root
         self._staged: set[VersionKey] = set()
 
-    def serves(self, tape: RunTape, version: int) -> bool:
-        """Whether the engine's next token carries the live version with this number."""
+    def serves(self, tape: RunTape, version: int | None) -> bool:
+        """Whether the engine's next token carries the live version with this number (None: any live version)."""
         active = self._engine.active_version
-        return active is not None and active.version == version and active.key in tape.live_versions
+        if active is None or active.key not in tape.live_versions:
+            return False
+        return version is None or active.version == version
 
     def reconcile(self, tape: RunTape) -> None:
         """Bring the engine to where the tape is.

@@ -1,7 +1,8 @@
-"""The rollout worker process: on-policy lock step from the tape (design §7, §8).
+"""The rollout worker process, driven by the tape (design §7, §8).
 
-For step s it waits until the tape says that step s-1 is completed and its engine serves the version that came of it;
-then it completes its share of the groups. It keeps no state of its own: after any crash it reads from the tape what is
+In lock step it waits until the tape says that step s-1 is completed and its engine serves the version that came of it;
+then it completes its share of the groups of step s. A worker that runs ahead takes new weights as they are committed
+and goes on until it is too far ahead of what the trainer consumed. It keeps no state of its own: after any crash it reads from the tape what is
 there, and adds what is missing with the same seeds, hence the same bits.
 """
 
@@ -23,10 +24,10 @@ from rolltape.rollout.attempts import AttemptBook, plan_step
 from rolltape.rollout.engine import SamplingConfig
 from rolltape.rollout.environments import make_environment
 from rolltape.rollout.evaluation import evaluate
-from rolltape.rollout.seeds import problem_slots, sampling_seed
+from rolltape.rollout.pace import LockStep, Pace, Portion, RunAhead
 from rolltape.rollout.single_turn import SingleTurn
-from rolltape.rollout.step import StepRows, StepRunner
-from rolltape.rollout.tape import CompletedStep, RunTape
+from rolltape.rollout.step import StepRunner
+from rolltape.rollout.tape import CompletedStep, RunTape, read_to
 from rolltape.rollout.transformers_engine import TransformersEngine
 from rolltape.rollout.weight_client import WeightClient, activation_hook
 from rolltape.schema.cursor import Cursor
@@ -44,6 +45,7 @@ class WorkerConfig:
 
     lake: str  # path or URL
     run_id: str
+    log: str = ""  # URL of the log; empty: the lake itself
     index: int = 0  # this worker, of num_workers
     num_workers: int = 1
     model: str | ModelSpec = "char-64x2"
@@ -56,6 +58,7 @@ class WorkerConfig:
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_tokens=4))
     num_threads: int = 1
     max_steps: int = 300
+    max_lead_steps: int = 0  # 0: lock step; else so many steps ahead of the trainer at most
     evaluate_heldout: bool = True  # worker 0 evaluates the final version on the held-out problems
     policy_id: str = "actor"
     rows_per_batch: int = 1024  # most rollouts that are generated at once; whole groups, at least one
@@ -74,6 +77,8 @@ class WorkerConfig:
                 f"worker.num_workers: expected at most one worker for each of {self.groups_per_step} groups, "
                 f"got {self.num_workers}"
             )
+        if self.max_lead_steps < 0:
+            raise ConfigError(f"worker.max_lead_steps: expected 0 or more, got {self.max_lead_steps}")
         for name in ("lease_s", "poll_s", "flush_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"worker.{name}: expected more than 0, got {getattr(self, name)}")
@@ -101,7 +106,6 @@ class Worker:
         self._harness = harness
         self._weights = weights
         self._sampling = harness.sampling(config.sampling)
-        self._problems = harness.environment.problems("train")
         self._runner = StepRunner(
             harness,
             recorder,
@@ -109,9 +113,10 @@ class Worker:
             lease_s=config.lease_s,
             rows_per_batch=config.rows_per_batch,
         )
-        self._tape = RunTape(config.run_id, config.policy_id)
+        self._pace = pace_of(config, harness)
+        self._tape = RunTape(config.run_id, config.policy_id, follow_groups=config.max_lead_steps > 0)
         self._book = AttemptBook(config.run_id, config.worker_id)
-        self._complete_step = 0
+        self._done = 0  # number of the last complete share
         self._stop = threading.Event()
 
     def stop(self) -> None:
@@ -123,8 +128,7 @@ class Worker:
         self._recorder.wait_for_older_epochs(self._config.flush_timeout_s)
         reader = self._log.reader(Cursor(), topics=tape.TOPICS, kinds=tape.KINDS)
         try:
-            while self._tape.read(reader, 0.0):
-                pass
+            read_to(reader, self._log.end(), tape.TOPICS, self._tape.apply)
             self._wait_for_run(reader)
             if not self._stop.is_set():
                 self._join()
@@ -145,7 +149,8 @@ class Worker:
                 if self._weights.serves(self._tape, last.version_out):
                     self._finish(last)
                     return DONE
-            elif self._advance(last):
+            elif self._advance():
+                self._tape.read(reader, 0.0)
                 continue
             self._tape.read(reader, self._config.poll_s)
         self._leave()
@@ -181,44 +186,29 @@ class Worker:
     def _read_book(self) -> None:
         """Read this worker's attempts after the last completed step."""
         self._book = AttemptBook(self._config.run_id, self._config.worker_id)
-        self._complete_step = 0
+        self._done = 0
         last = self._tape.last_step
         start = self._tape.cursor_before(1 if last is None else last.step + 1)
         reader = self._log.reader(start, topics=attempts.TOPICS, kinds=attempts.KINDS)
         try:
-            self._book.read_all(reader)
+            self._book.read_all(reader, self._log.end())
         finally:
             reader.close()
 
-    def _advance(self, last: CompletedStep | None) -> bool:
-        """Complete the next step's share, if it can be now; whether anything was done."""
-        step = 1 if last is None else last.step + 1
-        if step > self._config.max_steps or step == self._complete_step:
+    def _advance(self) -> bool:
+        """Complete the next share, if it can be made now; whether anything was done."""
+        share = self._pace.due(self._tape, self._done)
+        if share is None:
             return False
-        rows, line = self._rows(step), self._tape.line
-        plan = plan_step(self._book, rows.places, line)
-        if len(plan.record) and not self._weights.serves(self._tape, 0 if last is None else last.version_out):
+        line = self._tape.line
+        plan = plan_step(self._book, share.rows.places, line)
+        if len(plan.record) and not self._weights.serves(self._tape, share.version):
             return False
         if not plan.is_empty:
-            self._runner.run(rows, plan, self._book, line, self._sampling)
-        self._complete_step = step
-        self._book.forget_before(step)
+            self._runner.run(share.rows, plan, self._book, line, self._sampling)
+        self._done = share.number
+        self._book.forget(lambda place: self._pace.is_past(place, share.number))
         return True
-
-    def _rows(self, step: int) -> StepRows:
-        config = self._config
-        slots = problem_slots(config.seed, step, config.groups_per_step, len(self._problems))
-        own = range(config.index, config.groups_per_step, config.num_workers)
-        pairs = [(ordinal, member) for ordinal in own for member in range(config.group_size)]
-        return StepRows(
-            purpose="train",
-            step=step,
-            group_size=config.group_size,
-            problems=[self._problems[slots[ordinal]] for ordinal, _ in pairs],
-            group_ordinals=[ordinal for ordinal, _ in pairs],
-            members=[member for _, member in pairs],
-            seeds=[sampling_seed(config.seed, step, ordinal, member) for ordinal, member in pairs],
-        )
 
     def _finish(self, last: CompletedStep) -> None:
         if self._config.index == 0 and self._config.evaluate_heldout:
@@ -237,6 +227,22 @@ class Worker:
     def _leave(self) -> None:
         self._recorder.record("engine_left", engine_id=self._harness.engine.engine_id, reason="left")
         self._recorder.flush("logged", self._config.flush_timeout_s)
+
+
+def pace_of(config: WorkerConfig, harness: SingleTurn) -> Pace:
+    """Lock step, or ahead of the trainer."""
+    portion = Portion(
+        run_id=config.run_id,
+        seed=config.seed,
+        index=config.index,
+        num_workers=config.num_workers,
+        groups_per_step=config.groups_per_step,
+        group_size=config.group_size,
+        problems=harness.environment.problems("train"),
+    )
+    if config.max_lead_steps:
+        return RunAhead(portion, max_lead_steps=config.max_lead_steps)
+    return LockStep(portion, max_steps=config.max_steps)
 
 
 def make_worker(config: WorkerConfig, log: EventLog, recorder: Recorder, root: Location) -> Worker:
@@ -268,12 +274,18 @@ def run_worker(config: WorkerConfig) -> int:
     set_deterministic(config.num_threads, config.seed)
     limits = Limits(vocab_size=build_tokenizer(config.model).vocab_size)
     with (
-        open_log(config.lake, committer="external") as log,
+        _open_log(config) as log,
         Recorder(log, producer_id=config.producer_id, run_id=config.run_id, limits=limits) as recorder,
     ):
         worker = make_worker(config, log, recorder, Location.parse(config.lake))
         _stop_on_signals(worker)
         return worker.run()
+
+
+def _open_log(config: WorkerConfig) -> EventLog:
+    if config.log:
+        return open_log(config.log, lake=config.lake, committer="external")
+    return open_log(config.lake, committer="external")
 
 
 def _stop_on_signals(worker: Worker) -> None:
