@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pyarrow.fs as pafs
 import pytest
 from confluent_kafka import KafkaException, Producer
 from tests.servers.apache_kafka import KafkaCluster
+from tests.servers.faulty_http import FaultyHttp
 from tests.servers.fixtures import Broker, absences
 from tests.servers.noida_db import NoidaDb
 from tests.servers.process import ServerError, ServerProcess, free_port, is_open
@@ -40,6 +42,27 @@ def send_one(bootstrap: str, topic: str, timeout_s: float = 20) -> int:
     if error is not None:
         raise KafkaException(error)
     return int(message.offset())
+
+
+def object_store(options: Mapping[str, str]) -> pafs.FileSystem:
+    """The file system of a server's clients."""
+    return pafs.S3FileSystem(
+        access_key=options["AWS_ACCESS_KEY_ID"],
+        secret_key=options["AWS_SECRET_ACCESS_KEY"],
+        endpoint_override=options["AWS_ENDPOINT_URL"].removeprefix("http://"),
+        scheme="http",
+    )
+
+
+def put(fs: pafs.FileSystem, place: str, content: bytes) -> None:
+    with fs.open_output_stream(place) as stream:
+        stream.write(content)
+
+
+def get(fs: pafs.FileSystem, place: str) -> bytes:
+    with fs.open_input_stream(place) as stream:
+        content: bytes = stream.read()
+        return content
 
 
 def test_a_server_that_ends_at_once_is_an_error_with_its_last_words(tmp_path: Path) -> None:
@@ -120,19 +143,12 @@ def test_a_proxy_before_a_broker_cuts_and_mends(
 
 
 def test_a_bucket_keeps_its_objects_over_a_kill(s3_server: S3Server, s3_bucket: Bucket) -> None:
-    name = s3_bucket.url.removeprefix("s3://")
-    fs = pafs.S3FileSystem(
-        access_key=s3_server.options["AWS_ACCESS_KEY_ID"],
-        secret_key=s3_server.options["AWS_SECRET_ACCESS_KEY"],
-        endpoint_override=s3_server.address,
-        scheme="http",
-    )
-    with fs.open_output_stream(f"{name}/one") as stream:
-        stream.write(b"kept")
+    place = f"{s3_bucket.url.removeprefix('s3://')}/one"
+    fs = object_store(s3_bucket.options)
+    put(fs, place, b"kept")
     s3_server.kill()
     s3_server.start()
-    with fs.open_input_stream(f"{name}/one") as stream:
-        assert stream.read() == b"kept"
+    assert get(fs, place) == b"kept"
 
 
 def test_what_does_not_run_is_counted_and_explained(tmp_path: Path) -> None:
@@ -144,3 +160,25 @@ def test_what_does_not_run_is_counted_and_explained(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout, done.stdout
     assert "NOT RUN: the log on real Kafka (1 tests). To run them, set ROLLTAPE_KAFKA_HOME" in done.stdout
     assert "ROLLTAPE_KAFKA_BOOTSTRAP" in done.stdout
+
+
+def test_a_faulty_way_to_a_server_refuses_and_swallows(s3_server: S3Server, s3_bucket: Bucket) -> None:
+    name = s3_bucket.url.removeprefix("s3://")
+    with FaultyHttp(s3_server.address, seed=3) as way:
+        through, direct = object_store(s3_server.options_through(way.listen)), object_store(s3_server.options)
+        content = bytes(range(256)) * 40_000
+        put(through, f"{name}/passed", content)
+        assert get(through, f"{name}/passed") == content
+        way.answer_503(next_requests=1000)
+        with pytest.raises(OSError, match=r"(?i)slow.?down"):
+            put(through, f"{name}/refused", b"x")
+        way.clear()
+        assert way.counts["refused"] > 0
+        assert direct.get_file_info(f"{name}/refused").type == pafs.FileType.NotFound
+        way.swallow_answers(next_requests=1)
+        put(through, f"{name}/swallowed", b"kept")
+        assert get(direct, f"{name}/swallowed") == b"kept"
+        way.deny(next_requests=1)
+        put(through, f"{name}/denied", b"kept")
+        assert get(direct, f"{name}/denied") == b"kept"
+        assert (way.counts["swallowed"], way.counts["denied"]) == (1, 1)
