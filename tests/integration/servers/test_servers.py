@@ -97,10 +97,11 @@ def test_ports_are_not_those_of_outgoing_connections() -> None:
 
 
 def test_every_suite_says_which_server_it_lacks() -> None:
-    assert absences(EVERYTHING) == {}
-    assert set(absences({})) == {"apache_kafka", "kafka_cluster3", "real_kafka", "s3_server", "s3_bucket", "toxiproxy"}
+    servers = {"apache_kafka", "kafka_cluster3", "real_kafka", "s3_server", "s3_bucket", "toxiproxy"}
+    assert absences(EVERYTHING).keys() & servers == set()
+    assert absences({}).keys() & servers == servers
     given = {"ROLLTAPE_KAFKA_BOOTSTRAP": "host:9092", "ROLLTAPE_S3_ENDPOINT": "https://host"}
-    assert set(absences(given)) == {"apache_kafka", "kafka_cluster3", "s3_server", "toxiproxy"}
+    assert absences(given).keys() & servers == servers - {"real_kafka", "s3_bucket"}
     assert "ROLLTAPE_KAFKA_BOOTSTRAP" in absences({})["real_kafka"].how
     assert "ROLLTAPE_S3_ENDPOINT" in absences({})["s3_bucket"].how
 
