@@ -21,6 +21,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Protocol
 
 import pyarrow.fs as pafs
