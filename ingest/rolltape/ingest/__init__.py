@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from rolltape.ingest.deadletters import accept_loss, list_dead_letters, redrive
     from rolltape.ingest.embedded import EmbeddedLog
+    from rolltape.ingest.kafka.config import KafkaConfig
+    from rolltape.ingest.kafka.log import KafkaLog
     from rolltape.ingest.log import Delivery, EventLog, LogProducer, LogReader, open_log
     from rolltape.ingest.memory import MemoryLog
     from rolltape.ingest.recorder import Receipt, Recorder
@@ -15,6 +17,8 @@ _PLACES: Final = {
     "Delivery": "log",
     "EmbeddedLog": "embedded",
     "EventLog": "log",
+    "KafkaConfig": "kafka.config",
+    "KafkaLog": "kafka.log",
     "LogProducer": "log",
     "LogReader": "log",
     "MemoryLog": "memory",
@@ -30,6 +34,8 @@ __all__ = [
     "Delivery",
     "EmbeddedLog",
     "EventLog",
+    "KafkaConfig",
+    "KafkaLog",
     "LogProducer",
     "LogReader",
     "MemoryLog",

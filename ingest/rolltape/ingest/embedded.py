@@ -16,7 +16,7 @@ from typing import Final, Self
 from rolltape.ingest.committer import Committer, CommitterMode, CommitterOptions
 from rolltape.ingest.lanes import NOTHING, Lane, lane_marks, newest_epoch
 from rolltape.ingest.locks import is_locked
-from rolltape.ingest.log import Level, LogReader
+from rolltape.ingest.log import Delivery, Level, LogReader
 from rolltape.ingest.spool import SpoolWriter
 from rolltape.ingest.spool_layout import COMMITTER_LOCK, epochs_of
 from rolltape.schema.codec import Record
@@ -77,6 +77,18 @@ class EmbeddedLog:
     def num_partitions(self, topic: str) -> int:  # noqa: ARG002  # other logs have several
         """One partition of each topic."""
         return 1
+
+    @property
+    def linger_s(self) -> float:
+        """Nothing is held back: the committer's group commit gathers what comes."""
+        return 0.0
+
+    def wait_until_archived(self, timeout_s: float = 60.0) -> None:
+        """What is logged lies in the lake: the log is the lake."""
+
+    def newest_versions(self) -> list[Delivery]:
+        """Empty: the lake has them."""
+        return []
 
     def mark(self, lane: Lane) -> int:
         """Last ``lane_seq`` of a lane that the lake's newest version has, -1 for none."""

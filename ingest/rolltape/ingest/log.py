@@ -8,12 +8,15 @@ acknowledgement.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Protocol, Self, runtime_checkable
 
 from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Cursor, Partition
+from rolltape.schema.errors import ConfigError
 from rolltape.store.tail import Delivery
 
 if TYPE_CHECKING:
@@ -99,6 +102,11 @@ class LogReader(Protocol):
 class EventLog(Protocol):
     """A log of events. Closing it closes neither producers nor readers of other processes."""
 
+    @property
+    def linger_s(self) -> float:
+        """How long a recorder may hold small events of a lane, so that others fill the record; 0 for not at all."""
+        ...
+
     def producer(self, producer_id: str) -> LogProducer:
         """Open the only live writer of ``producer_id``, under a new epoch.
 
@@ -121,6 +129,24 @@ class EventLog(Protocol):
         """Partitions of a topic; the recorder chooses among them by the record's key."""
         ...
 
+    def wait_until_archived(self, timeout_s: float = 60.0) -> None:
+        """Return once everything that is logged now can be read in the lake.
+
+        Raises:
+            FlushTimeout: not archived in time; nothing is lost, the log keeps it.
+            ConfigError: the log has no lake.
+        """
+        ...
+
+    def newest_versions(self) -> list[Delivery]:
+        """Events of the policy versions that still matter, for engines that start late.
+
+        Deliveries of one row of ``weights_published``, ``weights_committed`` or ``weights_aborted``, in the order in
+        which they were recorded: of each run and policy all from its newest committed version on. Empty where
+        reading the ``weights`` topic from its beginning tells as much (the embedded log).
+        """
+        ...
+
     def close(self) -> None:
         """Stop what this handle runs, after what it can still make durable. Idempotent."""
         ...
@@ -132,16 +158,34 @@ class EventLog(Protocol):
     ) -> None: ...
 
 
-def open_log(url: str, *, committer: CommitterMode = "auto") -> EventLog:
-    """Open the log that ``url`` names: ``memory://`` or the path or URL of a lake.
+def open_log(
+    url: str,
+    *,
+    lake: str | None = None,
+    committer: CommitterMode = "auto",
+    spool: str | os.PathLike[str] | None = None,
+) -> EventLog:
+    """Open the log that ``url`` names: ``memory://``, ``kafka://host:9092/prefix``, or the path or URL of a lake.
 
-    ``committer`` is for lakes: ``thread`` runs the lake's committer in this process, ``external`` never does, ``auto``
-    does while no other process does.
+    Args:
+        url: the log. A Kafka log takes options: ``kafka://host1,host2/prefix?lake=s3://bucket/lake`` (see
+            :class:`rolltape.ingest.kafka.config.KafkaConfig`).
+        lake: for Kafka: path or URL of the lake that the log is archived in.
+        committer: for lakes: ``thread`` runs the lake's committer in this process, ``external`` never does, ``auto``
+            does while no other process does. A Kafka log has a sink instead.
+        spool: for Kafka: folder of the producers' spools on this machine; beside the lake's own unless given.
 
     Raises:
         LakeNotFoundError: there is no lake.
         CommitterFencedError: ``thread``, and another process runs the committer.
+        LogUnreachableError, LogAuthenticationError: no broker answers, or they do not accept us.
+        TopicError: the log's topics are missing; names the command that makes them.
+        ConfigError: a Kafka URL or option that cannot be, or options of another kind of log.
     """
+    if url.startswith("kafka://"):
+        return _open_kafka(url, lake, spool)
+    if lake is not None or spool is not None:
+        raise ConfigError(f"lake, spool: expected them for kafka:// only, got them for {url!r}")
     if url == "memory://":
         from rolltape.ingest.memory import MemoryLog
 
@@ -151,3 +195,14 @@ def open_log(url: str, *, committer: CommitterMode = "auto") -> EventLog:
     from rolltape.store.location import Location
 
     return EmbeddedLog(Lake.open(Location.parse(url)), committer=committer)
+
+
+def _open_kafka(url: str, lake: str | None, spool: str | os.PathLike[str] | None) -> EventLog:
+    from rolltape.ingest.kafka.config import KafkaConfig
+    from rolltape.ingest.kafka.log import KafkaLog
+    from rolltape.store.lake import Lake
+    from rolltape.store.location import Location
+
+    config = KafkaConfig.from_url(url, lake=lake)
+    archive = None if config.lake is None else Lake.open(Location.parse(config.lake))
+    return KafkaLog(config, archive, spool=None if spool is None else Path(spool))

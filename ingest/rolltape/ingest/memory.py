@@ -123,6 +123,18 @@ class MemoryLog:
         """As many for each topic as the log was made with."""
         return self._num_partitions
 
+    @property
+    def linger_s(self) -> float:
+        """Nothing is held back: taking a record costs nothing here."""
+        return 0.0
+
+    def wait_until_archived(self, timeout_s: float = 60.0) -> None:
+        """What is logged is archived here."""
+
+    def newest_versions(self) -> list[Delivery]:
+        """Empty: the whole log is at hand."""
+        return []
+
     def pause(self) -> None:
         """Take nothing until :meth:`resume`; what is sent waits."""
         with self._changed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -191,8 +192,11 @@ class SpoolWriter:
                 os.close(fd)
             self._synced_bytes = reached
 
-    def close(self) -> None:
-        """Make everything durable, seal the epoch and give the producer id back. Idempotent."""
+    def close(self, on_sealed: Callable[[], None] | None = None) -> None:
+        """Make everything durable, seal the epoch and give the producer id back. Idempotent.
+
+        ``on_sealed`` is called in between, while nobody else can start this producer.
+        """
         if self._fd is None:
             return
         self.sync()
@@ -200,4 +204,8 @@ class SpoolWriter:
             os.close(self._fd)
             self._fd = None
         os.close(os.open(self._folder / CLOSED, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
-        self._owner.release()
+        try:
+            if on_sealed is not None:
+                on_sealed()
+        finally:
+            self._owner.release()

@@ -1,8 +1,8 @@
 """The vendor's client behind our own names: the only module that imports ``kafka``.
 
 Topics are ours here (``rollout``), with the prefix added on the way to the brokers. Errors of the vendor become errors
-of :mod:`rolltape.schema.errors` that say what to do. A wrong password, a closed port or an unknown host is told apart at
-the first connection, where the vendor's client alone would only report a timeout.
+of :mod:`rolltape.schema.errors` that say what to do. A wrong password, a closed port or an unknown host is told apart
+at the first connection, where the vendor's client alone would only report a timeout.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rolltape.schema.errors import (
     LogError,
     LogUnreachableError,
     OffsetGoneError,
+    RecordTooLargeError,
     RolltapeError,
     TopicError,
 )
@@ -132,11 +133,11 @@ class _Manager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor ship
 class _Client(KafkaNetClient):  # type: ignore[misc]
     """The vendor's network client with our manager of connections."""
 
-    def __init__(self, *, on_created: Callable[[_Manager], None], **configs: Any) -> None:
+    def __init__(self, *, on_created: Callable[[_Client, _Manager], None], **configs: Any) -> None:
         net = NetworkSelector(**configs)
         manager = _Manager(net, **configs)
-        on_created(manager)
         super().__init__(net=net, manager=manager, **configs)
+        on_created(self, manager)
 
 
 class _Connection:
@@ -144,6 +145,7 @@ class _Connection:
 
     def __init__(self, config: KafkaConfig) -> None:
         self.config = config
+        self._client: _Client | None = None
         self._manager: _Manager | None = None
 
     def settings(self) -> dict[str, Any]:
@@ -168,8 +170,8 @@ class _Connection:
             "kafka_client": lambda **configs: _Client(on_created=self._created, **configs),
         }
 
-    def _created(self, manager: _Manager) -> None:
-        self._manager = manager
+    def _created(self, client: _Client, manager: _Manager) -> None:
+        self._client, self._manager = client, manager
 
     @property
     def cluster(self) -> Any:
@@ -177,6 +179,17 @@ class _Connection:
         if self._manager is None:
             raise LogError("expected a connection to look at the cluster through, got none yet")
         return self._manager.cluster
+
+    @contextlib.contextmanager
+    def opening(self, what: str) -> Iterator[None]:
+        """As :meth:`errors`; closes what was opened for an object of the vendor that did not come to be."""
+        try:
+            with self.errors(what):
+                yield
+        except BaseException:
+            if self._client is not None:
+                self._client.close()
+            raise
 
     @contextlib.contextmanager
     def errors(self, what: str) -> Iterator[None]:
@@ -200,6 +213,8 @@ class _Connection:
                 f"{what}: expected the right to do so, got {_text(error)} for user {self.config.sasl_username!r} at "
                 f"{where}; ask whoever runs the cluster for it"
             )
+        if isinstance(error, _TOO_LARGE):
+            return RecordTooLargeError(f"{what}: expected a record that the topic takes, got {_text(error)}")
         if isinstance(error, vendor.UnknownTopicOrPartitionError):
             return TopicError(
                 f"{what}: expected topics {self.config.prefix}.*, got {_text(error)} at {where}; create them: rolltape "
@@ -231,6 +246,7 @@ class _Connection:
         )
 
 
+_TOO_LARGE: Final = (vendor.MessageSizeTooLargeError, vendor.RecordListTooLargeError)
 _TIMEOUTS: Final = (vendor.KafkaTimeoutError, vendor.RequestTimedOutError)
 
 
@@ -282,7 +298,7 @@ class BrokerProducer:
         self._connection = _Connection(config)
         self._config = config
         self._on_done = on_done
-        with self._connection.errors("opening a producer"):
+        with self._connection.opening("opening a producer"):
             self._producer: Any = kafka.KafkaProducer(
                 **self._connection.settings(),
                 acks="all",
@@ -333,8 +349,15 @@ class BrokerProducer:
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
         """Give what is on its way ``timeout_s`` to be decided, then drop it. Idempotent."""
-        with contextlib.suppress(vendor.KafkaError):
+        try:
             self._producer.close(timeout_s)
+        except vendor.KafkaError:
+            # The vendor stops half-way where something stays undecided, and would go on sending.
+            sender = self._producer._sender  # noqa: SLF001
+            sender.force_close()
+            sender.join(_CLOSE_S)
+            with contextlib.suppress(vendor.KafkaError):
+                self._producer.close(0.0)
 
 
 class _Rebalances(kafka.ConsumerRebalanceListener):  # type: ignore[misc]
@@ -380,7 +403,7 @@ class BrokerConsumer:
         """
         self._connection = _Connection(config)
         self._config = config
-        with self._connection.errors("opening a consumer"):
+        with self._connection.opening("opening a consumer"):
             self._consumer: Any = kafka.KafkaConsumer(
                 **self._connection.settings(),
                 group_id=group,
@@ -539,7 +562,7 @@ class BrokerAdmin:
         """
         self._connection = _Connection(config)
         self._config = config
-        with self._connection.errors("connecting"):
+        with self._connection.opening("connecting"):
             self._admin: Any = kafka.KafkaAdminClient(**self._connection.settings())
 
     def cluster_id(self) -> str:

@@ -19,8 +19,8 @@ from rolltape.ingest.kafka.client import BrokerConsumer, KafkaClient, TopicInfo
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.positions import log_bases
 from rolltape.ingest.kafka.producer import KafkaProducer
-from rolltape.ingest.kafka.reader import KafkaReader
-from rolltape.ingest.kafka.topics import ALL_TOPICS, existing_topics
+from rolltape.ingest.kafka.topics import ALL_TOPICS, MAX_MESSAGE_BYTES, existing_topics
+from rolltape.ingest.kafka.versions import newest_versions
 from rolltape.ingest.lanes import log_app_id
 from rolltape.ingest.log import Delivery, LogReader
 from rolltape.schema.cursor import Cursor, Partition
@@ -96,6 +96,8 @@ class KafkaLog:
         self, start: Cursor, topics: Collection[str] | None = None, kinds: Collection[str] | None = None
     ) -> LogReader:
         """A reader from ``start``: the lake's rows first, then the brokers'."""
+        from rolltape.ingest.kafka.reader import KafkaReader
+
         return KafkaReader(self, start, topics, kinds)
 
     def topic(self, name: str) -> TopicInfo:
@@ -109,6 +111,29 @@ class KafkaLog:
         """Partitions of a topic, as of when the log was opened."""
         return self.topic(topic).num_partitions
 
+    def max_message_bytes(self, topic: str) -> int:
+        """Largest record batch that the brokers take of a topic, with overhead."""
+        return int(self.topic(topic).configs.get("max.message.bytes", MAX_MESSAGE_BYTES))
+
+    def refresh_topics(self) -> None:
+        """Look at the topics' settings again; their partitions are kept as they were when the log was opened.
+
+        Raises:
+            LogError: the brokers do not say.
+        """
+        admin = self.client.admin()
+        try:
+            found = existing_topics(admin, ALL_TOPICS, self.config.url)
+        finally:
+            admin.close()
+        self._topics = {
+            name: info._replace(num_partitions=self._topics[name].num_partitions) for name, info in found.items()
+        }
+
+    def transactions(self) -> Mapping[str, int]:
+        """The application transactions of the lake's newest version; none without a lake."""
+        return {} if self._archived is None else self._archived.snapshot().transactions
+
     def partitions(self, topics: Collection[str] | None = None) -> list[Partition]:
         """All partitions of the topics, of all but the compacted one unless told."""
         return [
@@ -119,10 +144,7 @@ class KafkaLog:
 
     def bases(self) -> Mapping[Partition, int]:
         """What is added to the brokers' offsets to get the lake's: not 0 only where a topic was adopted."""
-        if self._archived is None:
-            return {}
-        identities = {name: info.topic_id for name, info in self._topics.items()}
-        return log_bases(self._archived.snapshot().transactions, identities)
+        return log_bases(self.transactions(), {name: info.topic_id for name, info in self._topics.items()})
 
     def end(self) -> Cursor:
         """The cursor after everything that the brokers have acknowledged."""
@@ -176,9 +198,7 @@ class KafkaLog:
 
     def newest_versions(self) -> list[Delivery]:
         """The newest policy versions, from the compacted topic (see :class:`rolltape.ingest.log.EventLog`)."""
-        from rolltape.ingest.kafka.versions import newest_versions
-
-        return newest_versions(self)
+        return newest_versions(self.client)
 
     def close(self) -> None:
         """Close the connections of this handle; its producers and readers are closed by who opened them. Idempotent."""

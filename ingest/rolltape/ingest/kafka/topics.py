@@ -13,12 +13,16 @@ from rolltape.schema.kinds import TOPICS
 POLICY_VERSIONS: Final = "policy-versions"
 """The compacted topic of one partition that keeps the newest version of each policy."""
 
-ALL_TOPICS: Final = (*TOPICS, POLICY_VERSIONS)
+PRODUCERS: Final = "producers"
+"""The compacted topic of one partition that keeps the newest epoch of each producer."""
+
+COMPACTED: Final = (POLICY_VERSIONS, PRODUCERS)
+ALL_TOPICS: Final = (*TOPICS, *COMPACTED)
 MAX_MESSAGE_BYTES: Final = 16 << 20
 DEFAULT_RETENTION_HOURS: Final = 7 * 24
 
 _HOUR_MS: Final = 3_600_000
-_PARTITIONS: Final = {"rollout": 4, "teacher": 1, "training": 1, "weights": 1, "control": 1, POLICY_VERSIONS: 1}
+_PARTITIONS: Final = {"rollout": 4, "teacher": 1, "training": 1, "weights": 1, "control": 1}
 _REPLICATION: Final = 3
 
 
@@ -72,8 +76,8 @@ class TopicPlan:
         default_factory=lambda: tuple(
             TopicConfig(
                 name=name,
-                num_partitions=_PARTITIONS[name],
-                cleanup_policy="compact" if name == POLICY_VERSIONS else "delete",
+                num_partitions=_PARTITIONS.get(name, 1),
+                cleanup_policy="compact" if name in COMPACTED else "delete",
             )
             for name in ALL_TOPICS
         )
@@ -102,8 +106,9 @@ class TopicPlan:
             )
         if any(number < 1 for number in partitions.values()):
             raise ConfigError(f"partitions: expected 1 or more of each topic, got {dict(partitions)}")
-        if partitions.get(POLICY_VERSIONS, 1) != 1:
-            raise ConfigError(f"partitions: expected 1 of {POLICY_VERSIONS}, got {partitions[POLICY_VERSIONS]}")
+        for name in COMPACTED:
+            if partitions.get(name, 1) != 1:
+                raise ConfigError(f"partitions: expected 1 of {name}, got {partitions[name]}")
         chosen = {
             "retention_hours": retention_hours,
             "max_message_bytes": max_message_bytes,
