@@ -99,6 +99,7 @@ class Archive:
         self._conflicts = ConflictWindow(target)
         self._rows = Staging(self._conflicts, limits or Limits(), kinds, self._own_lane, self._accept)
         self._alarmed: set[tuple[Lane, int]] = set()
+        self._headless: set[Partition] = set()
         self.reload()
 
     def reload(self) -> None:
@@ -199,6 +200,8 @@ class Archive:
         if offset is not None:
             self._note_offset(lane.log_partition, offset)
         mark = self.mark(lane)
+        if mark == NOTHING and lane.log_partition in self._headless:
+            mark = self._marks[lane] = headers.first_lane_seq - 1
         if headers.last_lane_seq <= mark:
             return self._offer_known(offered, lane)
         if headers.first_lane_seq > mark + 1:
@@ -215,6 +218,13 @@ class Archive:
     def _note_offset(self, partition: Partition, offset: int) -> None:
         self._staged.offsets[partition] = max(offset, self.last_offset(partition))
         self._rereads.pass_offset(partition, offset)
+
+    def begin_lanes_late(self, partition: Partition) -> None:
+        """Take the first record of each unknown lane of a partition for its beginning: the log lost what was before.
+
+        For readers without a lake only. Whoever archives leaves lanes in a gap until an operator accepts the loss.
+        """
+        self._headless.add(partition)
 
     def pass_offset(self, partition: Partition, offset: int) -> None:
         """Note that the log has nothing to archive up to ``offset``: its own marks, say, or nothing at all."""
