@@ -1,0 +1,59 @@
+"""The table of faults over three real brokers: nothing acknowledged is lost, nothing doubled, nothing changed.
+
+One seed a row, printed with the result; ``ROLLTAPE_SEED`` gives another. ``make soak`` plays many.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.faults.servers import Servers
+from tests.faults.table import ROWS, Row, play
+from tests.servers.apache_kafka import KafkaCluster
+from tests.servers.s3_server import S3Server
+from tests.servers.toxiproxy import Toxiproxy
+
+SEED = int(os.environ.get("ROLLTAPE_SEED", "1130"))
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+
+def rows(*needs: str) -> list[pytest.ParameterSet]:
+    """Rows that need exactly these servers beside the brokers."""
+    return [pytest.param(row, id=row.name) for row in ROWS if row.needs == frozenset(needs)]
+
+
+def run(row: Row, servers: Servers, folder: Path) -> None:
+    result = play(row, servers, folder, SEED)
+    print(result.to_json())
+    assert result.ok, f"seed {SEED}: " + "\n".join(result.problems)
+
+
+@pytest.mark.parametrize("row", rows())
+def test_fault(row: Row, kafka_cluster3: KafkaCluster, tmp_path: Path) -> None:
+    run(row, Servers(cluster=kafka_cluster3), tmp_path)
+
+
+@pytest.mark.parametrize("row", rows("toxiproxy"))
+def test_network_fault(row: Row, kafka_cluster3: KafkaCluster, toxiproxy: Toxiproxy, tmp_path: Path) -> None:
+    run(row, Servers(cluster=kafka_cluster3, toxiproxy=toxiproxy), tmp_path)
+
+
+@pytest.mark.parametrize("row", rows("s3"))
+def test_object_store_fault(row: Row, kafka_cluster3: KafkaCluster, s3_server: S3Server, tmp_path: Path) -> None:
+    run(row, Servers(cluster=kafka_cluster3, s3=s3_server), tmp_path)
+
+
+@pytest.mark.parametrize("row", rows("s3", "toxiproxy"))
+def test_slow_object_store(
+    row: Row, kafka_cluster3: KafkaCluster, s3_server: S3Server, toxiproxy: Toxiproxy, tmp_path: Path
+) -> None:
+    run(row, Servers(cluster=kafka_cluster3, s3=s3_server, toxiproxy=toxiproxy), tmp_path)
+
+
+def test_every_row_is_played() -> None:
+    kinds = [rows(), rows("toxiproxy"), rows("s3"), rows("s3", "toxiproxy")]
+    assert sum(map(len, kinds)) == len(ROWS)
+    assert len({row.name for row in ROWS}) == len(ROWS)
