@@ -28,10 +28,10 @@ from rolltape.schema.render import arrow_schema, delta_schema_json
 from rolltape.store import parquet
 from rolltape.store.beside import beside
 from rolltape.store.evolution import missing_fields
-from rolltape.store.location import Location, store_errors
+from rolltape.store.location import Location
 from rolltape.store.recent import RecentTables
 from rolltape.store.row_filter import RowFilter
-from rolltape.store.snapshot import VACUUM_TRANSACTION, DataFile, Snapshot
+from rolltape.store.snapshot import VACUUM_TRANSACTION, DataFile, LogCommit, Snapshot
 from rolltape.store.transaction_log import Actions, NewFile, TransactionLog, describe_file
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ _CONFIGURATION: Final = {
     "delta.appendOnly": "true",
     "delta.dataSkippingStatsColumns": "kind,log_topic,log_partition,log_offset,run_id,trajectory_id",
     "delta.enableExpiredLogCleanup": "false",
+    FORMAT_PROPERTY: FORMAT,
 }
 
 
@@ -87,19 +88,13 @@ class Lake:
         Raises:
             StoreError: there is one and ``exist_ok`` is false; or the place cannot be written.
         """
-        from rolltape.store.delta import create_table
-
         place = Location.parse(location, options)
-        table = place.child("events")
-        log = TransactionLog(table)
-        if log.exists() and not exist_ok:
+        log = TransactionLog(place.child("events"))
+        made = not log.exists() and log.create(
+            delta_schema_json(), _CONFIGURATION, name="events", description="Rolltape: every event of the lake"
+        )
+        if not made and not exist_ok:
             raise StoreError(f"expected no lake at {place}, found one; open it, or pass exist_ok=True")
-        if not log.exists():
-            table.make_folder()
-            with store_errors(place):
-                create_table(table, delta_schema_json(), _CONFIGURATION)
-        if _mark_as_lake(log):
-            log.sync()
         return cls.open(place)
 
     @classmethod
@@ -238,7 +233,7 @@ class Lake:
         use_threads: bool = True,
     ) -> pa.Table:
         try:
-            file = parquet.open_file(self.table.child(data_file.path))
+            file = parquet.open_file(self.table.child(data_file.path), data_file.size_bytes)
         except FileNotFoundError as error:
             raise VacuumedError(
                 f"data file {data_file.path} of {self.table} is gone: this snapshot was vacuumed; take a new one"
@@ -319,30 +314,33 @@ class Lake:
         with self._lock:
             written: list[Actions] = []
             try:
-                base = self._commit_after_others(write, allowed, written)
-            except BaseException:
-                self._discard(written)
+                done = self._commit_after_others(write, allowed, written)
+            except BaseException as error:
+                if self.location.is_local or isinstance(error, CommitterFencedError):
+                    self._discard(written)
                 raise
             self._discard(written[:-1])
             crash_window("after_commit")
-            files = tuple(new.file for new in written[-1].added)
-            return Commit(version=base.version + 1, files=files, num_bytes=sum(file.size_bytes for file in files))
+            return Commit(version=done.version, files=done.added, num_bytes=sum(file.size_bytes for file in done.added))
 
     def _commit_after_others(
         self, write: Callable[[], Actions], allowed: Callable[[Snapshot], None], written: list[Actions]
-    ) -> Snapshot:
-        """Try until a version is ours; returns the snapshot that it follows and leaves the tries in ``written``."""
+    ) -> LogCommit:
+        """Try until a version is ours; returns it and leaves the tries in ``written``."""
         fence: int | None = None
         while True:
+            if not self.log.may_trust():
+                self._snapshot = self.log.refresh(self._snapshot)
             base = self._snapshot
             allowed(base)
             if not written or fence != base.transactions.get(VACUUM_TRANSACTION):
                 fence = base.transactions.get(VACUUM_TRANSACTION)
                 written.append(write())
             done = self.log.try_commit(base, written[-1])
+            if done is not None:
+                self._snapshot = base.after(done)
+                return done
             self._snapshot = self.log.refresh(base)
-            if done:
-                return base
             if self._snapshot.version == base.version:
                 raise StoreError(f"{self.location} refused version {base.version + 1} and shows no other one")
 
@@ -371,17 +369,6 @@ class Lake:
                 raise
         self.log.sync()
         self.snapshot()
-
-
-def _mark_as_lake(log: TransactionLog) -> bool:
-    """Give a table that was just created the property that makes it a lake; a creation that died is completed."""
-    snapshot = log.load()
-    if FORMAT_PROPERTY in snapshot.configuration or snapshot.version > 0 or snapshot.files:
-        return False
-    from rolltape.store.delta import set_properties
-
-    set_properties(log.table, {FORMAT_PROPERTY: FORMAT})
-    return True
 
 
 def _check_format(snapshot: Snapshot, place: Location) -> None:

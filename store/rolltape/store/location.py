@@ -3,7 +3,8 @@
 Everything that touches lake contents goes through a :class:`Location`, so that the same code runs on a laptop's disk
 and on S3. Errors of the place are raised as errors of the store: no room left is
 :class:`~rolltape.schema.errors.StorageFullError`, a place that may not be written is
-:class:`~rolltape.schema.errors.StoreError`.
+:class:`~rolltape.schema.errors.StoreError`, and what an object store says is what :mod:`rolltape.store.objects` makes
+of it. A name that is not there is always a ``FileNotFoundError``.
 """
 
 from __future__ import annotations
@@ -13,26 +14,23 @@ import errno
 import os
 import pathlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 import pyarrow.fs as pafs
 
-from rolltape.schema.errors import StorageFullError, StoreError
+from rolltape.schema.errors import ConfigError, StorageFullError, StoreError
+
+if TYPE_CHECKING:
+    from rolltape.store.objects import Bucket
 
 _NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _READ_ONLY: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP})
 
-_S3_OPTIONS: Final = {
-    "AWS_ACCESS_KEY_ID": "access_key",
-    "AWS_SECRET_ACCESS_KEY": "secret_key",
-    "AWS_SESSION_TOKEN": "session_token",
-    "AWS_REGION": "region",
-}
+_SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +48,26 @@ class Location:
 
     Attributes:
         url: canonical URL without a slash at its end, e.g. ``file:///data/lake`` or ``s3://bucket/lake``.
-        path: the same place as ``fs`` names it, e.g. ``/data/lake`` or ``bucket/lake``.
-        fs: the file system that holds it.
-        storage_options: credentials and end points, under the names that delta-rs uses. Never printed.
+        path: the same place without its scheme, e.g. ``/data/lake`` or ``bucket/lake``.
+        bucket: the bucket that holds it; None on this machine's disk.
     """
 
     url: str
     path: str
-    fs: pafs.FileSystem = field(repr=False, compare=False)
-    storage_options: Mapping[str, str] = field(
-        default_factory=lambda: MappingProxyType({}), repr=False, compare=False, hash=False
-    )
+    bucket: Bucket | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def parse(
         cls, url_or_path: str | os.PathLike[str] | Location, options: Mapping[str, str] | None = None
     ) -> Location:
-        """Read a path or URL. S3 options are taken from ``options`` first, then from the AWS environment variables.
+        """Read a path or URL. What an object store needs is taken from ``options`` first, then from the environment.
 
         >>> Location.parse("/data/lake").child("events").url
         'file:///data/lake/events'
+
+        Raises:
+            ConfigError: a URL of no store that is known, or one with credentials in it.
+            StoreAccessError: the AWS profile that the environment names is not there.
         """
         if isinstance(url_or_path, Location):
             return url_or_path
@@ -77,23 +75,33 @@ class Location:
         scheme, separator, rest = text.partition("://")
         if not separator or scheme == "file":
             path = os.path.abspath(os.path.expanduser(rest if separator else text))
-            return cls(pathlib.PurePath(path).as_uri(), path, pafs.LocalFileSystem())
-        url = text.rstrip("/")
-        if scheme in {"s3", "s3a"}:
-            given = _s3_options(options)
-            return cls(url, rest.rstrip("/"), _s3_file_system(given), MappingProxyType(given))
-        fs, path = pafs.FileSystem.from_uri(url)
-        return cls(url, path, fs, MappingProxyType(dict(options or {})))
+            return cls(pathlib.PurePath(path).as_uri(), path)
+        return _remote(cls, scheme, rest, options)
 
     @property
     def is_local(self) -> bool:
         """Whether it lies on this machine's disk."""
-        return isinstance(self.fs, pafs.LocalFileSystem)
+        return self.bucket is None
 
     @property
     def name(self) -> str:
         """Last part of the path."""
         return self.path.rsplit("/", 1)[-1]
+
+    @property
+    def key(self) -> str:
+        """The place's name within its bucket, e.g. ``lake``."""
+        return self.path.partition("/")[2]
+
+    @property
+    def file_system(self) -> pafs.FileSystem:
+        """What opens ``path`` for a dataset; read-only, and through the local cache where the place is not local."""
+        return pafs.LocalFileSystem() if self.bucket is None else self.bucket.file_system
+
+    @property
+    def storage_options(self) -> dict[str, str]:
+        """Credentials and end points as of now, under the names that delta-rs uses. Never printed."""
+        return {} if self.bucket is None else self.bucket.options()
 
     def __str__(self) -> str:
         return self.path if self.is_local else self.url
@@ -101,11 +109,13 @@ class Location:
     def child(self, *parts: str) -> Location:
         """A place below this one."""
         tail = "/".join(part.strip("/") for part in parts)
-        return Location(f"{self.url}/{tail}", f"{self.path}/{tail}", self.fs, self.storage_options)
+        return Location(f"{self.url}/{tail}", f"{self.path}/{tail}", self.bucket)
 
     def parent(self) -> Location:
-        """The place above this one."""
-        return Location(self.url.rsplit("/", 1)[0], self.path.rsplit("/", 1)[0] or "/", self.fs, self.storage_options)
+        """The place above this one; a bucket is its own."""
+        if self.bucket is not None and not self.key:
+            return self
+        return Location(self.url.rsplit("/", 1)[0], self.path.rsplit("/", 1)[0] or "/", self.bucket)
 
     def local_path(self) -> pathlib.Path:
         """The path on this machine's disk.
@@ -120,18 +130,17 @@ class Location:
     # Reading
 
     def exists(self) -> bool:
-        """Whether there is a file or folder here."""
+        """Whether there is a file (on this machine's disk: or a folder) here."""
         return self.size_bytes() is not None
 
     def size_bytes(self) -> int | None:
-        """Size of the file here; 0 for a folder, None where there is nothing."""
-        if self.is_local:
-            try:
-                return os.stat(self.path).st_size
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-        info = self.fs.get_file_info(self.path)
-        return None if info.type == pafs.FileType.NotFound else info.size or 0
+        """Size of the file here; of a folder on this machine's disk some number, None where there is nothing."""
+        if self.bucket is not None:
+            return self.bucket.size_bytes(self.key)
+        try:
+            return os.stat(self.path).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def read_bytes(self) -> bytes:
         """The whole file.
@@ -139,26 +148,39 @@ class Location:
         Raises:
             FileNotFoundError: there is none.
         """
-        if self.is_local:
-            with open(self.path, "rb", buffering=0) as file:
-                return file.read()
-        with self.fs.open_input_stream(self.path) as stream:
-            data: bytes = stream.read()
-            return data
+        if self.bucket is not None:
+            return bytes(self.bucket.get(self.key))
+        with open(self.path, "rb", buffering=0) as file:
+            return file.read()
 
     def open_input(self) -> pa.NativeFile:
-        """A random-access file; memory-mapped where the place is local."""
-        if self.is_local:
-            return pa.memory_map(self.path, "r")
-        return self.fs.open_input_file(self.path)
+        """A random-access file: memory-mapped where the place is local, else read whole into memory."""
+        if self.bucket is not None:
+            return pa.BufferReader(self.bucket.get(self.key))
+        return pa.memory_map(self.path, "r")
+
+    def open_unchanging(self, size_bytes: int | None = None) -> pa.NativeFile:
+        """A random-access file that is never written over, mapped from the disk or from the local cache."""
+        if self.bucket is not None:
+            return self.bucket.open_unchanging(self.key, size_bytes)
+        return pa.memory_map(self.path, "r")
+
+    def note_size(self, size_bytes: int) -> None:
+        """Tell the size of a file that :attr:`file_system` will open: saves a request in object stores."""
+        if self.bucket is not None:
+            self.bucket.note_size(self.path, size_bytes)
 
     def list(self, *, recursive: bool = False) -> list[FileInfo]:
         """Files below, by path; empty where there is nothing."""
+        if self.bucket is not None:
+            start = len(self.key) + 1 if self.key else 0
+            infos = self.bucket.list(self.key, recursive=recursive)
+            return [FileInfo(info.key[start:], info.size_bytes, info.modified_s) for info in infos]
         selector = pafs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
         start = len(self.path) + 1
         found = [
             FileInfo(info.path[start:], info.size or 0, info.mtime_ns / 1e9 if info.mtime_ns else 0.0)
-            for info in self.fs.get_file_info(selector)
+            for info in pafs.LocalFileSystem().get_file_info(selector)
             if info.type == pafs.FileType.File
         ]
         return sorted(found, key=lambda info: info.path)
@@ -171,8 +193,8 @@ class Location:
         ``data`` is anything with the buffer protocol. With ``durable`` the bytes and the name survive a power cut once
         this returns (object stores always promise that).
         """
-        if not self.is_local:
-            self._put(data)
+        if self.bucket is not None:
+            self.bucket.put(self.key, data)
             return
         with store_errors(self):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
@@ -186,8 +208,8 @@ class Location:
 
         Cheaper than :meth:`write_bytes` by a rename and two syncs: for names with a fresh UUID in them.
         """
-        if not self.is_local:
-            self._put(data)
+        if self.bucket is not None:
+            self.bucket.put(self.key, data)
             return
         with store_errors(self):
             _write(self.path, data, durable=False)
@@ -195,15 +217,20 @@ class Location:
     def write_if_absent(self, data: Any, before: Callable[[], object] | None = None) -> bool:
         """Create the file with all its bytes, durably, unless the name is taken; tells whether it did.
 
+        In an object store it is a conditional put, and an answer that was lost may make it say no of its own bytes:
+        whoever must know compares them.
+
         Args:
             data: anything with the buffer protocol.
             before: called once the bytes are on the disk and before the name appears; an error in it stops that.
 
         Raises:
-            StoreError: the place cannot promise it (object stores: commits go through delta-rs there).
+            StoreUnreachableError: no answer in time: the file may be there, or come into being yet.
         """
-        if not self.is_local:
-            raise StoreError(f"expected a local place for a put-if-absent, got {self.url}")
+        if self.bucket is not None:
+            if before is not None:
+                before()
+            return self.bucket.put_if_absent(self.key, data)
         with store_errors(self):
             temporary = self._write_temporary(data, durable=True)
             try:
@@ -227,9 +254,10 @@ class Location:
     @contextlib.contextmanager
     def open_output(self) -> Iterator[pa.NativeFile]:
         """A stream to a new file that appears, durable, when the block ends without an error."""
-        if not self.is_local:
-            with self.fs.open_output_stream(self.path) as stream:
-                yield stream
+        if self.bucket is not None:
+            buffered = pa.BufferOutputStream()
+            yield buffered
+            self.bucket.put(self.key, buffered.getvalue())
             return
         with store_errors(self):
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
@@ -265,16 +293,33 @@ class Location:
 
     def delete(self) -> None:
         """Delete the file, or the folder and all below; nothing happens where there is nothing."""
+        if self.bucket is not None:
+            self.bucket.delete([self.key, *(info.key for info in self.bucket.list(self.key, recursive=True))])
+            return
         with store_errors(self):
-            kind = self.fs.get_file_info(self.path).type
+            fs = pafs.LocalFileSystem()
+            kind = fs.get_file_info(self.path).type
             if kind == pafs.FileType.Directory:
-                self.fs.delete_dir(self.path)
+                fs.delete_dir(self.path)
             elif kind == pafs.FileType.File:
-                self.fs.delete_file(self.path)
+                fs.delete_file(self.path)
 
-    def _put(self, data: Any) -> None:
-        with store_errors(self), self.fs.open_output_stream(self.path) as stream:
-            stream.write(data)
+    def delete_files(self, names: Sequence[str]) -> None:
+        """Delete files of this folder in the order given, as few requests as the store allows; absent ones are none."""
+        if self.bucket is not None:
+            start = f"{self.key}/" if self.key else ""
+            self.bucket.delete([f"{start}{name}" for name in names])
+            return
+        with store_errors(self):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{self.path}/{name}")
+
+    def copy_to(self, target: Location, *, without: Sequence[str] = ()) -> None:
+        """Copy all files below to ``target``, save those in the folders named."""
+        for info in self.list(recursive=True):
+            if info.path.split("/", 1)[0] not in without:
+                target.child(info.path).write_bytes(self.child(info.path).read_bytes())
 
     def _temporary_path(self) -> str:
         return f"{os.path.dirname(self.path)}/.{self.name}.{uuid.uuid4().hex}.tmp"
@@ -330,16 +375,22 @@ def _sync_file(path: str) -> None:
 _sync_folder = _sync_file
 
 
-def _s3_options(options: Mapping[str, str] | None) -> dict[str, str]:
-    found = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-    found.update(options or {})
-    return found
-
-
-def _s3_file_system(options: Mapping[str, str]) -> pafs.FileSystem:
-    arguments: dict[str, Any] = {_S3_OPTIONS[name]: value for name, value in options.items() if name in _S3_OPTIONS}
-    endpoint = options.get("AWS_ENDPOINT_URL")
-    if endpoint:
-        scheme, _, host = endpoint.partition("://")
-        arguments |= {"endpoint_override": host, "scheme": scheme}
-    return pafs.S3FileSystem(**arguments)
+def _remote(cls: type[Location], scheme: str, rest: str, options: Mapping[str, str] | None) -> Location:
+    if scheme not in _SCHEMES:
+        raise ConfigError(f"expected a path, or a URL of {', '.join(_SCHEMES)} or file, got {scheme}://…")
+    name, _, key = rest.partition("/")
+    if "@" in name and scheme in {"s3", "s3a"}:
+        raise ConfigError(
+            "expected a URL without credentials (this one is not shown): they come from AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, or from AWS_PROFILE"
+        )
+    if not name:
+        raise ConfigError(f"expected {scheme}://BUCKET/PATH, got {scheme}://{rest}")
+    try:
+        from rolltape.store.objects import open_bucket
+    except ImportError as error:
+        raise ConfigError(f"{scheme}:// needs the package obstore; pip install 'rolltape[s3]'") from error
+    root = f"{'s3' if scheme == 's3a' else scheme}://{name}"
+    below = "/".join(part for part in key.split("/") if part)
+    path = f"/{below}" if below else ""
+    return cls(root + path, name + path, open_bucket(root, options))

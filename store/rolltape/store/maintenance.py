@@ -23,10 +23,11 @@ import pyarrow as pa
 from rolltape.schema.errors import CommitterFencedError, StoreError
 from rolltape.schema.render import arrow_schema
 from rolltape.store import parquet
+from rolltape.store.beside import beside
 from rolltape.store.lake import Lake
 from rolltape.store.row_filter import rows_at
 from rolltape.store.snapshot import MAINTENANCE_TRANSACTION, VACUUM_TRANSACTION, DataFile, Snapshot
-from rolltape.store.transaction_log import Actions, NewFile, commit_name
+from rolltape.store.transaction_log import SAFE_LOG_AGE_S, Actions, NewFile, commit_name
 
 TARGET_BYTES: Final = 128 << 20
 DAY_S: Final = 86_400.0
@@ -43,6 +44,7 @@ class Policy:
         tiers_bytes: upper bounds of the size classes; a row is rewritten once a class at most.
         checkpoint_interval: commits between two checkpoints.
         keep_versions: log files kept behind a checkpoint, so that live tails can go on reading them.
+        log_age_s: log files younger than this stay too (see :func:`clean_logs`).
         commits_between: look no more often than this.
         vacuum_interval: commits between two vacuums.
         vacuum_age_s: files that a compaction replaced stay this long, for readers of older snapshots.
@@ -52,6 +54,7 @@ class Policy:
     tiers_bytes: tuple[int, ...] = (256 << 10, 4 << 20, 64 << 20)
     checkpoint_interval: int = 100
     keep_versions: int = 50
+    log_age_s: float = SAFE_LOG_AGE_S
     commits_between: int = 8
     vacuum_interval: int = 2_000
     vacuum_age_s: float = DAY_S
@@ -102,7 +105,7 @@ def maintain(lake: Lake, commits_since: int, policy: Policy | None = None) -> Ma
     return Maintenance(
         compaction=compaction,
         checkpoint_version=written,
-        num_log_files_deleted=clean_logs(lake, keep_versions=rule.keep_versions),
+        num_log_files_deleted=clean_logs(lake, keep_versions=rule.keep_versions, safe_age_s=rule.log_age_s),
         num_data_files_deleted=len(vacuum(lake, safe_age_s=rule.vacuum_age_s)) if due else 0,
     )
 
@@ -155,7 +158,8 @@ def _runs(files: Iterable[DataFile], small_bytes: int, target_bytes: int, min_fi
 
 def _replace(lake: Lake, snapshot: Snapshot, runs: Sequence[Sequence[DataFile]]) -> Compaction:
     """Commit one merged file for each run in place of its files."""
-    known = [run for run in runs if all(_is_known(lake, file) for file in run)]
+    asked = [[beside(_is_known, lake, file) for file in run] for run in runs]
+    known = [run for run, answers in zip(runs, asked, strict=True) if all(answer.result() for answer in answers)]
     if not known:
         return Compaction()
     number = snapshot.transactions.get(MAINTENANCE_TRANSACTION, 0)
@@ -221,7 +225,7 @@ def _is_known(lake: Lake, data_file: DataFile) -> bool:
     """Whether this version knows every field of the file; rewriting others would lose what a newer version wrote."""
     if data_file.path in lake.recent:
         return True
-    with parquet.open_file(lake.table.child(data_file.path)) as file:
+    with parquet.open_file(lake.table.child(data_file.path), data_file.size_bytes) as file:
         ours = arrow_schema(data_file.kind)
         return all(
             field.name in ours.names and _covers(ours.field(field.name).type, field.type) for field in file.schema_arrow
@@ -256,22 +260,26 @@ def checkpoint(lake: Lake) -> int:
     return version
 
 
-def clean_logs(lake: Lake, *, keep_versions: int = 0) -> int:
+def clean_logs(lake: Lake, *, keep_versions: int = 0, safe_age_s: float = SAFE_LOG_AGE_S) -> int:
     """Delete log files that the newest checkpoint replaces, but for the last ``keep_versions``; returns how many.
 
-    A tail that lags further behind goes on from a snapshot; *as of* is a cursor and does not need old versions.
+    Versions younger than ``safe_age_s`` stay: so long a committer may take between a look at the newest version and its
+    own, and a version that was deleted looks like one that never was (:meth:`TransactionLog.try_commit`). A tail that
+    lags further behind goes on from a snapshot; *as of* is a cursor and does not need old versions.
     """
     newest = lake.log.checkpoint_version()
-    deleted = 0
-    for info in lake.log.folder.list():
+    found = lake.log.folder.list()
+    old_s = max((info.modified_s for info in found), default=0.0) - safe_age_s
+    replaced = []
+    for info in found:
         match = _LOG_FILE.match(info.path)
         if match is None:
             continue
         kept_from = newest if "checkpoint" in info.path else newest - keep_versions
-        if int(match.group(1)) < kept_from:
-            lake.log.folder.child(info.path).delete()
-            deleted += 1
-    return deleted
+        if int(match.group(1)) < kept_from and ("checkpoint" in info.path or info.modified_s <= old_s):
+            replaced.append(info.path)
+    lake.log.folder.delete_files(replaced)
+    return len(replaced)
 
 
 # Vacuum
@@ -288,8 +296,7 @@ def vacuum(lake: Lake, *, safe_age_s: float = 7 * DAY_S, dry_run: bool = False) 
         return tuple(path for path, modified_s in _unnamed_files(lake) if modified_s < limit_s)
     fenced_s = _fence(lake)
     deleted = [path for path, modified_s in _unnamed_files(lake) if modified_s < fenced_s - safe_age_s]
-    for path in deleted:
-        lake.table.child(path).delete()
+    lake.table.delete_files(deleted)
     return tuple(deleted)
 
 

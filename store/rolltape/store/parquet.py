@@ -230,10 +230,10 @@ def forget_footers() -> None:
     _FOOTERS.clear()
 
 
-def open_file(location: Location) -> pq.ParquetFile:
-    """Open a data file; its footer is parsed once a process."""
+def open_file(location: Location, size_bytes: int | None = None) -> pq.ParquetFile:
+    """Open a data file; its footer is parsed once a process. A size that is known saves a request in object stores."""
     footer = _FOOTERS.get(location.url)
-    file = pq.ParquetFile(location.open_input(), metadata=footer, pre_buffer=not location.is_local)
+    file = pq.ParquetFile(location.open_unchanging(size_bytes), metadata=footer)
     if footer is None:
         _FOOTERS.put(location.url, file.metadata)
     return file

@@ -134,7 +134,7 @@ class LakeSource:
         fragments = [_FRAGMENTS.get(table.child(file.path), file, format_) for file in files]
         if not fragments:
             return schema.empty_table()
-        return ds.FileSystemDataset(fragments, schema, format_, table.fs)
+        return ds.FileSystemDataset(fragments, schema, format_, table.file_system)
 
 
 class _Fragments:
@@ -150,7 +150,8 @@ class _Fragments:
             if place.url in self._kept:
                 self._kept.move_to_end(place.url)
                 return self._kept[place.url]
-        made = format_.make_fragment(place.path, place.fs, partition_expression=_bounds(file))
+        place.note_size(file.size_bytes)
+        made = format_.make_fragment(place.path, place.file_system, partition_expression=_bounds(file))
         with self._lock:
             self._kept[place.url] = made
             if len(self._kept) > self._capacity:

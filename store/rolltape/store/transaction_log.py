@@ -1,19 +1,26 @@
 """The Delta transaction log: reading it version by version, and adding one version.
 
 Written to the Delta protocol (https://github.com/delta-io/delta/blob/master/PROTOCOL.md): a version is the file
-``_delta_log/<version>.json`` of one action a line, and it exists as a whole or not at all. On a local disk the file is
-created by a hard link, which is a put-if-absent, and synced; this costs a millisecond whatever the table's size. In
-object stores the same version goes through delta-rs, which knows each store's conditional put.
+``_delta_log/<version>.json`` of one action a line, and it exists as a whole or not at all: it is put where nothing is
+yet, by a hard link on a disk and by a conditional put in an object store. This costs a sync or a request, whatever the
+table's size.
+
+A version that was deleted (because a checkpoint took its place) looks like one that never was. Versions younger than
+``SAFE_LOG_AGE_S`` are never deleted, so whoever knew the newest version less than half of that ago may trust that a
+missing one is to come; after a longer time the newest checkpoint tells.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import random
 import re
 import time
 import urllib.parse
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
@@ -22,7 +29,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rolltape.schema.errors import LakeFormatError, LakeNotFoundError
+from rolltape.schema.errors import LakeFormatError, LakeNotFoundError, StoreUnreachableError
 from rolltape.store.beside import beside
 from rolltape.store.location import Location
 from rolltape.store.snapshot import EMPTY, DataFile, LogCommit, Snapshot
@@ -32,6 +39,13 @@ STATISTICS_COLUMNS: Final = ("kind", "log_topic", "log_partition", "log_offset",
 # What this code understands of the protocol: no column mapping, no deletion vectors, no V2 checkpoints.
 MAX_READER_VERSION: Final = 1
 MAX_WRITER_VERSION: Final = 2
+
+SAFE_LOG_AGE_S: Final = 60.0
+
+# How long a commit whose answer was lost is asked after before the committer is told.
+UNCLEAR_S: Final = 60.0
+# In an object store so many versions are asked for at once by a reader that is behind.
+_MAX_AHEAD: Final = 16
 
 _CHECKPOINT_NAME: Final = re.compile(r"^(\d{20})\.checkpoint(?:\.(\d{10})\.(\d{10}))?\.parquet$")
 _COMMIT_NAME: Final = re.compile(r"^(\d{20})\.json$")
@@ -186,15 +200,43 @@ def format_commit(actions: Actions) -> bytes:
         }
         for added in actions.added
     ]
+    return _lines(lines)
+
+
+def format_creation(schema_json: str, configuration: Mapping[str, str], *, name: str, description: str) -> bytes:
+    """The bytes of version 0 of an empty table."""
+    now_ms = time.time_ns() // 1_000_000
+    lines: list[dict[str, Any]] = [
+        {"commitInfo": {"timestamp": now_ms, "operation": "CREATE TABLE", "engineInfo": "rolltape"}},
+        {"protocol": {"minReaderVersion": MAX_READER_VERSION, "minWriterVersion": MAX_WRITER_VERSION}},
+        {
+            "metaData": {
+                "id": str(uuid.uuid4()),
+                "name": name,
+                "description": description,
+                "format": {"provider": "parquet", "options": {}},
+                "schemaString": schema_json,
+                "partitionColumns": [],
+                "configuration": dict(configuration),
+                "createdTime": now_ms,
+            }
+        },
+    ]
+    return _lines(lines)
+
+
+def _lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
     return "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines).encode()
 
 
 class TransactionLog:
-    """The log of one table. Holds no state of the table; :class:`Snapshot` does."""
+    """The log of one table. Holds no state of the table (:class:`Snapshot` does), only when it last knew the newest."""
 
     def __init__(self, table: Location) -> None:
         self.table = table
         self.folder = table.child("_delta_log")
+        self._trust_s = 0.0 if table.is_local else SAFE_LOG_AGE_S / 2
+        self._known_s = float("-inf")
 
     def exists(self) -> bool:
         """Whether there is a table."""
@@ -202,6 +244,8 @@ class TransactionLog:
 
     def sync(self) -> None:
         """Make every version durable that another writer than this one wrote: delta-rs syncs nothing."""
+        if not self.table.is_local:
+            return
         for info in self.folder.list():
             self.folder.child(info.path).sync()
         self.folder.sync()
@@ -228,9 +272,22 @@ class TransactionLog:
 
     def commits_after(self, version: int) -> Iterator[LogCommit]:
         """The versions that follow ``version``, as far as their files go on without a gap."""
-        while (commit := self.read_commit(version + 1)) is not None:
-            yield commit
-            version = commit.version
+        if self.table.is_local:
+            while (commit := self.read_commit(version + 1)) is not None:
+                yield commit
+                version = commit.version
+            return
+        num_ahead = 1
+        while True:
+            asked = [beside(self.read_commit, version + 1 + ahead) for ahead in range(num_ahead)]
+            found = list(itertools.takewhile(lambda commit: commit is not None, (each.result() for each in asked)))
+            for commit in found:
+                assert commit is not None
+                yield commit
+            if len(found) < num_ahead:
+                return
+            version += num_ahead
+            num_ahead = min(2 * num_ahead, _MAX_AHEAD)
 
     def load(self) -> Snapshot:
         """The newest snapshot, from the newest checkpoint and the versions after it.
@@ -254,14 +311,20 @@ class TransactionLog:
 
     def refresh(self, snapshot: Snapshot) -> Snapshot:
         """The snapshot with all later versions applied; loads anew where the log was cleaned past it."""
-        before = snapshot
+        before, started_s = snapshot, time.monotonic()
         for commit in self.commits_after(snapshot.version):
             snapshot = snapshot.after(commit)
         if snapshot.protocol is not before.protocol:
             check_protocol(snapshot.protocol, self.table)
-        if snapshot is before and before.version >= 0 and self.cleaned_past(before.version):
+        unsure = snapshot is before and before.version >= 0 and not self.may_trust()
+        if unsure and self.cleaned_past(before.version):
             return self.load()
+        self._known_s = started_s
         return snapshot
+
+    def may_trust(self) -> bool:
+        """Whether the newest version was known so lately that none after it can have been deleted since."""
+        return time.monotonic() - self._known_s <= self._trust_s
 
     def cleaned_past(self, version: int) -> bool:
         """Whether the version after this one exists no more because a checkpoint took its place."""
@@ -269,25 +332,69 @@ class TransactionLog:
 
     # Writing
 
-    def try_commit(self, base: Snapshot, actions: Actions) -> bool:
-        """Make the files durable and add the version after ``base``.
+    def create(self, schema_json: str, configuration: Mapping[str, str], *, name: str, description: str) -> bool:
+        """Create an empty table, durably; False where there is one already (also if another made it just now)."""
+        self.folder.make_folder()
+        data = format_creation(schema_json, configuration, name=name, description=description)
+        return self.folder.child(commit_name(0)).write_if_absent(data)
 
-        False where somebody else's version stands there, or where a vacuum took a file meanwhile. A name that is taken
-        by these very bytes counts as done: an answer that was lost is harmless.
+    def try_commit(self, base: Snapshot, actions: Actions) -> LogCommit | None:
+        """Make the files durable and add the version after ``base``; returns it.
+
+        None where somebody else's version stands there, or where a vacuum took a file meanwhile. A name that is taken
+        by these very bytes counts as done: an answer that was lost is asked after, by the same bytes again.
+
+        Raises:
+            StoreUnreachableError: no answer for long; the version may be there. A new snapshot tells.
         """
-        if not self.table.is_local:
-            from rolltape.store.delta import commit_remotely
-
-            return commit_remotely(self.table, base, actions)
         version, data = base.version + 1, format_commit(actions)
         # One wait for the disk in place of one a file: all that the version names is synced while it is written.
-        syncs = [beside(self.table.child(new.file.path).sync) for new in actions.added]
+        syncs = (
+            [] if not self.table.is_local else [beside(self.table.child(new.file.path).sync) for new in actions.added]
+        )
         syncs += [beside(self.table.sync)] if syncs else []
+        started_s = time.monotonic()
         try:
-            done = self.folder.child(commit_name(version)).write_if_absent(data, lambda: [s.result() for s in syncs])
+            done = self._put_version(version, data, syncs)
         except FileNotFoundError:
-            return False
-        return done or self.read_bytes(version) == data
+            return None
+        if not done:
+            return None
+        self._check_no_hole(version)
+        self._known_s = started_s
+        return parse_commit(version, data)
+
+    def _put_version(self, version: int, data: bytes, syncs: Sequence[Future[None]]) -> bool:
+        """Whether the version is these bytes, asked again and again while the store does not answer."""
+        place = self.folder.child(commit_name(version))
+        deadline = time.monotonic() + UNCLEAR_S
+        for pause_s in _pauses():
+            try:
+                return place.write_if_absent(data, lambda: [s.result() for s in syncs]) or place.read_bytes() == data
+            except StoreUnreachableError:
+                if time.monotonic() + pause_s > deadline:
+                    raise
+                time.sleep(pause_s)
+        raise AssertionError
+
+    def _check_no_hole(self, version: int) -> None:
+        """Make sure that a version that was just added follows the newest one, and fills no hole of a cleaned log.
+
+        Where a checkpoint is beyond it nobody needs its file, so it may go in either case.
+        """
+        if self.may_trust() or self.checkpoint_version() <= version:
+            return
+        self.folder.child(commit_name(version)).delete()
+        raise StoreUnreachableError(
+            f"version {version} of {self.table} was added so late that others may have cleaned the log past it; "
+            "nothing acknowledged was lost: take the newest snapshot, and commit again what it lacks"
+        )
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds to wait between tries: from 0.1 to 2, doubling, with jitter."""
+    for number in itertools.count():
+        yield min(2.0, 0.1 * 2**number) * random.uniform(0.5, 1.0)  # noqa: S311 (jitter, no secret)
 
 
 def check_protocol(protocol: Mapping[str, Any], table: Location) -> None:

@@ -86,7 +86,7 @@ def test_readers_agree_before_and_after_maintenance(lake: Lake, feed: Any) -> No
     assert before.counts == dict.fromkeys(KINDS, 1) | {"action_sampled": 165, "reward_assigned": 165}
     compact(lake)
     checkpoint(lake)
-    assert clean_logs(lake) > 6
+    assert clean_logs(lake, safe_age_s=0) > 6
     assert vacuum(lake, safe_age_s=-1)
     after = assert_agree(path, apps)
     assert after == before
@@ -98,7 +98,7 @@ def test_readers_agree_before_and_after_maintenance(lake: Lake, feed: Any) -> No
 def test_checkpoint_of_a_lake_without_compaction_is_read(lake: Lake, feed: Any) -> None:
     fill(lake, feed, 4)
     checkpoint(lake)
-    clean_logs(lake)
+    clean_logs(lake, safe_age_s=0)
     fill(lake, feed, 2)
     assert_agree(lake.location.local_path(), ["log/rollout/0"])
 
@@ -113,5 +113,5 @@ def test_readers_agree_on_recorded_rollouts(lake: Lake) -> None:
     assert int((values.to_numpy() == 0.0).sum()) == 914
     compact(lake)
     checkpoint(lake)
-    clean_logs(lake)
+    clean_logs(lake, safe_age_s=0)
     assert assert_agree(path, apps) == before

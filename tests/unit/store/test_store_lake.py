@@ -35,25 +35,28 @@ def test_create_opens_what_is_there(tmp_path: pathlib.Path) -> None:
     assert first.spool_path == tmp_path / "lake" / "spool"
 
 
-def test_a_creation_that_died_is_completed(tmp_path: pathlib.Path) -> None:
-    Lake.create(tmp_path / "lake")
-    (tmp_path / "lake/events/_delta_log" / f"{1:020d}.json").unlink()
-    with pytest.raises(LakeFormatError, match=r"without the property rolltape\.format"):
-        Lake.open(tmp_path / "lake")
-    assert "rolltape.format" in Lake.create(tmp_path / "lake").snapshot().configuration
+def test_a_lake_is_made_by_one_version_and_a_table_of_others_is_left_alone(tmp_path: pathlib.Path) -> None:
+    assert Lake.create(tmp_path / "lake").snapshot().version == 0
+    first = tmp_path / "lake/events/_delta_log" / f"{0:020d}.json"
+    theirs = first.read_text().replace(',"rolltape.format":"1.0"', "")
+    first.write_text(theirs)
+    for reach in (Lake.open, Lake.create):
+        with pytest.raises(LakeFormatError, match=r"without the property rolltape\.format"):
+            reach(tmp_path / "lake")
+    assert first.read_text() == theirs
 
 
 def test_newer_format_is_refused_by_name(lake: Lake, tmp_path: pathlib.Path) -> None:
     log = tmp_path / "lake/events/_delta_log"
-    text = (log / f"{1:020d}.json").read_text()
-    (log / f"{1:020d}.json").write_text(text.replace('"rolltape.format":"1.0"', '"rolltape.format":"2.0"'))
+    text = (log / f"{0:020d}.json").read_text()
+    (log / f"{0:020d}.json").write_text(text.replace('"rolltape.format":"1.0"', '"rolltape.format":"2.0"'))
     with pytest.raises(LakeFormatError, match=r"expected a lake of format 1\.x .* got 2\.0; install a newer Rolltape"):
         Lake.open(tmp_path / "lake")
 
 
 def test_newer_delta_protocol_is_refused(lake: Lake, tmp_path: pathlib.Path) -> None:
     log = tmp_path / "lake/events/_delta_log"
-    (log / f"{2:020d}.json").write_text('{"protocol":{"minReaderVersion":3,"minWriterVersion":7}}\n')
+    (log / f"{1:020d}.json").write_text('{"protocol":{"minReaderVersion":3,"minWriterVersion":7}}\n')
     with pytest.raises(LakeFormatError, match="got 3/7"):
         Lake.open(tmp_path / "lake")
 
@@ -61,7 +64,7 @@ def test_newer_delta_protocol_is_refused(lake: Lake, tmp_path: pathlib.Path) -> 
 def test_append_commits_rows_and_transactions_together(lake: Lake, feed: Any) -> None:
     tables, transactions = feed.commit(num_rollouts=3)
     commit = lake.append(tables, transactions)
-    assert commit.version == 2
+    assert commit.version == 1
     assert commit.num_bytes == sum(file.size_bytes for file in commit.files)
     assert lake.cursor() == Cursor.parse("rollout/0:2")
     other = Lake.open(lake.location)
@@ -133,7 +136,7 @@ def test_commit_whose_answer_was_lost_counts_as_done(lake: Lake, feed: Any, monk
 
     monkeypatch.setattr(place_type, "write_if_absent", loses_the_answer)
     lake.append(*feed.commit())
-    assert lake.snapshot().version == 2
+    assert lake.snapshot().version == 1
     assert lake.read("reward_assigned").num_rows == 4
 
 

@@ -147,7 +147,7 @@ def test_rows_are_put_in_log_order() -> None:
 def test_checkpoint_and_cleaned_logs_reopen_the_same(filled: Lake, feed: Any, tmp_path: pathlib.Path) -> None:
     before, snapshot = contents(filled), filled.snapshot()
     assert checkpoint(filled) == snapshot.version
-    assert clean_logs(filled) == snapshot.version
+    assert clean_logs(filled, safe_age_s=0) == snapshot.version
     again = Lake.open(filled.location)
     assert contents(again) == before
     assert again.snapshot().transactions == snapshot.transactions
@@ -160,12 +160,18 @@ def test_checkpoint_and_cleaned_logs_reopen_the_same(filled: Lake, feed: Any, tm
 
 
 def test_clean_logs_without_a_checkpoint_deletes_nothing(filled: Lake) -> None:
-    assert clean_logs(filled) == 0
+    assert clean_logs(filled, safe_age_s=0) == 0
 
 
 def test_policy_compacts_and_checkpoints_in_time(lake: Lake, feed: Any) -> None:
     policy = Policy(
-        min_files=4, checkpoint_interval=6, keep_versions=1, commits_between=2, vacuum_interval=12, vacuum_age_s=-1
+        min_files=4,
+        checkpoint_interval=6,
+        keep_versions=1,
+        log_age_s=0,
+        commits_between=2,
+        vacuum_interval=12,
+        vacuum_age_s=-1,
     )
     assert maintain(lake, 1, policy) is None
     checkpoints, num_vacuumed = [], 0
