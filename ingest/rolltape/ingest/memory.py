@@ -82,8 +82,9 @@ def _delivery(kind: str, rows: pa.Table, partition: Partition, version: int) -> 
 class MemoryLog:
     """A log in this process. ``pause`` makes it take nothing until ``resume``, as a log that is away."""
 
-    def __init__(self, *, limits: Limits | None = None, num_partitions: int = 1) -> None:
+    def __init__(self, *, limits: Limits | None = None, num_partitions: int = 1, linger_s: float = 0.0) -> None:
         """Start empty, with ``num_partitions`` partitions of each topic."""
+        self.linger_s = linger_s
         self._num_partitions = num_partitions
         self.target = MemoryTarget()
         self._archive = Archive(self.target, limits=limits)
@@ -122,11 +123,6 @@ class MemoryLog:
     def num_partitions(self, topic: str) -> int:  # noqa: ARG002  # the same for all here
         """As many for each topic as the log was made with."""
         return self._num_partitions
-
-    @property
-    def linger_s(self) -> float:
-        """Nothing is held back: taking a record costs nothing here."""
-        return 0.0
 
     def wait_until_archived(self, timeout_s: float = 60.0) -> None:
         """What is logged is archived here."""

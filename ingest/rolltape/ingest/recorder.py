@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
@@ -19,6 +19,7 @@ from typing import Any, Final, Self
 import numpy as np
 import pyarrow as pa
 
+from rolltape.ingest.coalesce import Coalescer, LaneBatch, own
 from rolltape.ingest.event_index import AttemptCounters, as_list
 from rolltape.ingest.log import EventLog, Level, LogProducer
 from rolltape.ingest.refused import dead_letter_batch, letter_of_refused_row, letter_of_row, microseconds
@@ -88,7 +89,11 @@ class Recorder:
         self._next_seq: dict[Partition, int] = {}
         self._attempts = AttemptCounters()
         self._outbox: deque[Record] = deque()
+        self._held = Coalescer(log.linger_s)
         self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closed = False
+        self._lingerer: threading.Thread | None = None
         self.num_recorded = 0
         self.num_refused = 0
 
@@ -147,8 +152,11 @@ class Recorder:
             )
         with self._lock:
             self._send_outbox()
+            was_empty = not self._held
             prepared = self._prepare(spec, columns, _count_rows(columns, num_rows))
             self._send_outbox()
+            if self._held and was_empty:
+                self._start_waiting()
         if prepared.refused:
             first = prepared.refused[0]
             _LOG.warning(
@@ -158,7 +166,7 @@ class Recorder:
         return prepared
 
     def _prepare(self, spec: Kind, columns: Mapping[str, Any], num_rows: int) -> Receipt:
-        stamped = dict(columns)
+        stamped = own(columns) if self._held.linger_s else dict(columns)
         event_ids = as_list(columns.get("event_id"), num_rows) if "event_id" in columns else uuid7_many(num_rows)
         stamped["event_id"] = event_ids
         if "recorded_at" not in columns:
@@ -227,8 +235,7 @@ class Recorder:
             key = letter.get("group_id") or letter.get("trajectory_id") or self._run_id
             letters_by.setdefault(partition_of(key, num_partitions), []).append(letter)
         for number in sorted(by_partition.keys() | letters_by.keys()):
-            rows = by_partition.get(number)
-            part = batch.slice(0, 0) if rows is None else batch.take(pa.array(rows))
+            part = by_partition.get(number, batch.slice(0, 0))
             self._enqueue_lane(spec, Partition(spec.topic, number), part, letters_by.get(number, []), exact=False)
 
     def _enqueue_lane(
@@ -239,14 +246,20 @@ class Recorder:
         if batch.num_rows:
             if not exact:
                 batch = with_columns(batch, {"lane_seq": np.arange(first, first + batch.num_rows, dtype=np.int64)})
-            self._outbox += [
-                replace_topic(make_record(part, partition=partition.partition), spec.topic) for part in split(batch)
-            ]
+            self._queue(self._held.add(LaneBatch(spec, partition, batch)))
         if letters:
+            self._queue(self._held.take(partition))
             record = make_record(self._letter_batch(letters, first + batch.num_rows), partition=partition.partition)
             # Beside the events that it stands in for, so that readers of their topic see it in its place.
             self._outbox.append(replace_topic(record, spec.topic))
         self._next_seq[partition] = first + batch.num_rows + len(letters)
+
+    def _queue(self, batches: Iterable[LaneBatch]) -> None:
+        """Encode what waits no longer."""
+        for spec, partition, rows in batches:
+            self._outbox += [
+                replace_topic(make_record(part, partition=partition.partition), spec.topic) for part in split(rows)
+            ]
 
     def _letter_batch(self, letters: list[dict[str, Any]], first_seq: int) -> pa.RecordBatch:
         now = time.time_ns() // 1000
@@ -266,6 +279,29 @@ class Recorder:
             }
             rows.append({**letter, **own, "recorded_at": now})
         return dead_letter_batch(rows)
+
+    # Small batches wait for others of their lane and kind.
+
+    def _start_waiting(self) -> None:
+        if self._lingerer is None:
+            self._lingerer = threading.Thread(target=self._send_due, name="rolltape-recorder", daemon=True)
+            self._lingerer.start()
+        self._changed.notify()
+
+    def _send_due(self) -> None:
+        """The thread that sends what waited long enough while nobody records anything."""
+        with self._changed:
+            while not self._closed:
+                left = self._held.next_due_s()
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+                self._queue(self._held.take_due())
+                try:
+                    self._send_outbox()
+                except (BackpressureTimeout, StorageFullError) as error:
+                    # The next call or flush sends it first, and says so to who can do something about it.
+                    _LOG.warning("what was recorded waits in memory: %s", error)
 
     def _send_outbox(self) -> None:
         deadline = time.monotonic() + self._backpressure_timeout_s
@@ -301,6 +337,7 @@ class Recorder:
             BackpressureTimeout, StorageFullError: what waits in memory found no room.
         """
         with self._lock:
+            self._queue(self._held.take_all())
             self._send_outbox()
         self._producer.flush(level, timeout_s)
 
@@ -314,11 +351,16 @@ class Recorder:
 
     def close(self) -> None:
         """Make everything durable at level ``spooled`` and give the producer id back. Idempotent."""
-        with self._lock:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
             try:
+                self._queue(self._held.take_all())
                 self._send_outbox()
             finally:
                 self._producer.close()
+        if self._lingerer is not None:
+            self._lingerer.join()
 
     def __enter__(self) -> Self:
         return self

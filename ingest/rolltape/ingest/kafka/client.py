@@ -8,6 +8,7 @@ at the first connection, where the vendor's client alone would only report a tim
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -60,6 +61,9 @@ _AUTHORIZATION: Final = (
     vendor.GroupAuthorizationFailedError,
     vendor.ClusterAuthorizationFailedError,
 )
+# The vendor logs every lost connection as an error and goes on. Who configures logging sees it; stderr does not.
+logging.getLogger("kafka").addHandler(logging.NullHandler())
+
 Headers = list[tuple[str, bytes]]
 """Headers of a message as the brokers keep them."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 from rolltape.ingest.kafka.client import BrokerAdmin, TopicInfo
 from rolltape.schema.errors import ConfigError, TopicError
@@ -109,7 +109,7 @@ class TopicPlan:
         for name in COMPACTED:
             if partitions.get(name, 1) != 1:
                 raise ConfigError(f"partitions: expected 1 of {name}, got {partitions[name]}")
-        chosen = {
+        chosen: dict[str, Any] = {
             "retention_hours": retention_hours,
             "max_message_bytes": max_message_bytes,
             "min_insync_replicas": min_insync_replicas,

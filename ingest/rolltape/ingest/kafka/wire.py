@@ -7,7 +7,7 @@ lake, never from the message.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -16,7 +16,7 @@ from rolltape.ingest.kafka.client import Message
 from rolltape.schema.codec import Headers, Record
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import CodecError, ConfigError, DigestMismatchError
-from rolltape.schema.kinds import TOPICS, Topic
+from rolltape.schema.kinds import TOPICS
 from rolltape.schema.reasons import BLOB_MISMATCH, BLOB_MISSING, FOREIGN_MESSAGE, TRUNCATED_PAYLOAD
 
 BLOB_DIGEST: Final = "rt-blob-sha256"
@@ -135,7 +135,7 @@ def _record(message: Message, headers: Headers) -> Record:
     except UnicodeDecodeError as error:
         raise CodecError(f"expected a key in UTF-8, got {message.key!r}") from error
     value = b"" if message.value is None else message.value
-    return Record(topic=cast("Topic", topic), partition=partition, key=key, headers=headers, value=pa.py_buffer(value))
+    return Record(topic=topic, partition=partition, key=key, headers=headers, value=pa.py_buffer(value))
 
 
 def _resolved(record: Record, offset: int, claim: tuple[str, int], blobs: Blobs | None) -> Record | Unresolved:

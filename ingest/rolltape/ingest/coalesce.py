@@ -1,0 +1,96 @@
+"""Filling records: small batches of one lane and kind wait a moment for others (design §6).
+
+A lane keeps its order: whatever comes for it goes behind what it holds already, and a batch of another kind first
+sends the held one on its way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from rolltape.schema.cursor import Partition
+from rolltape.schema.kinds import Kind
+
+HELD_BYTES: Final = 512 << 10
+"""A lane that holds so much waits for no more. Together with one more batch it stays below a record's 1 MiB."""
+
+
+class LaneBatch(NamedTuple):
+    """Stamped rows of one kind, next in their lane."""
+
+    spec: Kind
+    partition: Partition
+    rows: pa.RecordBatch
+
+
+@dataclass(slots=True)
+class _Held:
+    spec: Kind
+    since: float
+    batches: list[pa.RecordBatch] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def joined(self, partition: Partition) -> LaneBatch:
+        rows = self.batches[0] if len(self.batches) == 1 else pa.concat_batches(self.batches)
+        return LaneBatch(self.spec, partition, rows)
+
+
+class Coalescer:
+    """Holds small batches by lane for at most ``linger_s``. For one thread at a time."""
+
+    def __init__(self, linger_s: float) -> None:
+        """Hold nothing; with 0, never."""
+        self.linger_s = linger_s
+        self._held: dict[Partition, _Held] = {}
+
+    def __bool__(self) -> bool:
+        """Whether something is held."""
+        return bool(self._held)
+
+    def add(self, batch: LaneBatch) -> list[LaneBatch]:
+        """Take a batch, and give back what may be encoded now, in the lane's order."""
+        if self.linger_s <= 0:
+            return [batch]
+        num_bytes = batch.rows.get_total_buffer_size()
+        held = self._held.get(batch.partition)
+        if held is not None and held.spec is batch.spec and num_bytes < HELD_BYTES:
+            held.batches.append(batch.rows)
+            held.num_bytes += num_bytes
+            return self.take(batch.partition) if held.num_bytes >= HELD_BYTES else []
+        ready = self.take(batch.partition)
+        if num_bytes >= HELD_BYTES:
+            return [*ready, batch]
+        self._held[batch.partition] = _Held(batch.spec, time.monotonic(), [batch.rows], num_bytes)
+        return ready
+
+    def take(self, partition: Partition) -> list[LaneBatch]:
+        """What is held of one lane, which holds nothing then."""
+        held = self._held.pop(partition, None)
+        return [] if held is None else [held.joined(partition)]
+
+    def take_all(self) -> list[LaneBatch]:
+        """Everything that is held."""
+        return [batch for partition in list(self._held) for batch in self.take(partition)]
+
+    def take_due(self) -> list[LaneBatch]:
+        """What has waited long enough."""
+        due = time.monotonic() - self.linger_s
+        late = [partition for partition, held in self._held.items() if held.since <= due]
+        return [batch for partition in late for batch in self.take(partition)]
+
+    def next_due_s(self) -> float | None:
+        """Seconds until something has waited long enough; None while nothing is held."""
+        if not self._held:
+            return None
+        return max(0.0, min(held.since for held in self._held.values()) + self.linger_s - time.monotonic())
+
+
+def own(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """``columns`` with copies of NumPy arrays: their owner may change them while rows made of them are held."""
+    return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in columns.items()}
