@@ -34,6 +34,7 @@ class VersionRules:
         aborted: versions that never serve.
         staleness_tau: largest lag that is kept.
         single_version: every action token must be of ``current`` (IcePop's precondition).
+        off_line: attempts (trajectory, attempt) with tokens of a version that is not on the run's live line.
     """
 
     current: int
@@ -41,6 +42,7 @@ class VersionRules:
     aborted: Collection[int] = ()
     staleness_tau: int = 0
     single_version: bool = True
+    off_line: Collection[tuple[str, int]] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ def refusal(row: dict[str, Any], rules: VersionRules) -> str | None:
     low, high = row["min_version"], row["max_version"]
     if low is None or high is None:
         return None if row["num_action_tokens"] == 0 else reasons.UNKNOWN_VERSION
+    if (row["trajectory_id"], row["attempt"]) in rules.off_line:
+        return reasons.ABORTED_VERSION
     return version_refusal(
         low,
         high,

@@ -12,7 +12,8 @@ Mode = Literal["seq_mean", "token_mean", "seq_sum", "const", "rollout_mean"]
 _CHOICES: Final = {
     "algorithm": ("grpo",),
     "pop_value": ("ratio", "binary"),
-    "correction": ("icepop", "tis", "none"),
+    "correction": ("icepop", "tis", "dis", "none"),
+    "overdue_groups": ("drop", "train"),
     "aggregation": ("seq_mean", "token_mean", "seq_sum", "const", "rollout_mean"),
     "adv_norm": ("mean_std", "mean"),
     "pad_rule": ("gt_half", "ge_half"),
@@ -26,6 +27,10 @@ class TrainerConfig:
 
     Attributes of note: ``icepop_beta`` keeps ratios in [1/beta, beta]; ``stop_metric`` ends the run once the moving
     average (weight ``stop_ema`` on the past) of that step metric reaches ``stop_above``; ``entropy_coef`` is c of D33.
+    ``correction`` icepop takes tokens of the version alone that the step starts from; tis clamps and dis gates the
+    ratio to whatever version sampled, dis inside (1 - dis_low, 1 + dis_high), which no source states and so has no
+    default. Asynchronous runs only: rollouts more than ``staleness_tau`` published versions old are dropped, and
+    ``overdue_groups`` says what becomes of groups that are not complete ``group_timeout_s`` after they were first seen.
     The learning rate rises over ``warmup_steps`` and then falls in a line to ``final_lr_fraction`` of itself at
     ``decay_steps`` (0: constant).
     """
@@ -48,12 +53,16 @@ class TrainerConfig:
     tis_low: float = 0.0
     tis_high: float = 2.0
     pop_value: Literal["ratio", "binary"] = "ratio"
-    correction: Literal["icepop", "tis", "none"] = "icepop"
+    correction: Literal["icepop", "tis", "dis", "none"] = "icepop"
+    dis_low: float = 0.0
+    dis_high: float = 0.0
     aggregation: Mode = "seq_mean"
     const_length: int = 0
     adv_norm: Literal["mean_std", "mean"] = "mean_std"
     entropy_coef: float = 0.0
     staleness_tau: int = 0
+    group_timeout_s: float = 300.0
+    overdue_groups: Literal["drop", "train"] = "drop"
     pad_rule: Literal["gt_half", "ge_half"] = "gt_half"
     stats: Literal["padded", "valid_only"] = "padded"
     token_budget: int = 4096
@@ -64,6 +73,7 @@ class TrainerConfig:
     stop_ema: float = 0.9
     num_threads: int = 1
     engine_timeout_s: float = 120.0
+    archive_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -84,7 +94,15 @@ class TrainerConfig:
         ):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"trainer.{name}: expected 0 or more, got {getattr(self, name)}")
-        for name in ("lr", "max_grad_norm", "adam_eps", "tis_high", "engine_timeout_s"):
+        for name in (
+            "lr",
+            "max_grad_norm",
+            "adam_eps",
+            "tis_high",
+            "engine_timeout_s",
+            "group_timeout_s",
+            "archive_timeout_s",
+        ):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"trainer.{name}: expected more than 0, got {getattr(self, name)}")
         for name in ("beta1", "beta2", "eps_low", "stop_ema"):
@@ -97,6 +115,13 @@ class TrainerConfig:
         if self.aggregation == "const" and self.const_length < 1:
             raise ConfigError(
                 f"trainer.const_length: expected 1 or more with aggregation const, got {self.const_length}"
+            )
+        if self.correction == "dis" and not (
+            0 <= self.dis_low < 1 and self.dis_low + self.dis_high > 0 <= self.dis_high
+        ):
+            raise ConfigError(
+                "trainer.dis_low, trainer.dis_high: expected 0 <= dis_low < 1 and dis_high >= 0, not both 0, with "
+                f"correction dis, got {self.dis_low}, {self.dis_high}"
             )
         if not self.icepop_beta >= 1:
             raise ConfigError(f"trainer.icepop_beta: expected 1 or more, got {self.icepop_beta}")

@@ -102,31 +102,50 @@ class Coordinator:
             if table.num_rows:
                 self.state.apply(delivery.kind, table)
 
-    def bring_into_effect(self, version: PolicyVersion, *, waiting: Callable[[str], None] = lambda _: None) -> None:
-        """Commit ``version`` once every registered engine has staged it; return at once if it is committed.
+    def bring_into_effect(
+        self, *versions: PolicyVersion, waiting: Callable[[str], None] = lambda _: None
+    ) -> PolicyVersion:
+        """Commit the first of ``versions`` that every registered engine has staged, and return it.
 
-        Engines that stay silent for ``engine_timeout_s`` are deregistered before the commit.
+        Returns at once where one of them is committed. Engines that stay silent for ``engine_timeout_s`` are
+        deregistered before the commit.
+
+        Args:
+            versions: the newest first.
+            waiting: told now and then what is waited for.
 
         Raises:
-            EngineError: no engine is left, or the version was aborted.
+            EngineError: no engine is left, or a version was aborted.
         """
-        key = (version.run_epoch, version.version)
         deadline = time.monotonic() + self._timeout_s
-        while key not in self.state.committed:
-            if key in self.state.aborted:
+        while (found := self.try_commit(*versions)) is None:
+            if time.monotonic() > deadline:
+                self._deregister_silent(versions[0])
+                deadline = time.monotonic() + self._timeout_s
+            newest = versions[0]
+            num_staged = len(self.state.staged_by(newest.key))
+            expected = max(len(self.state.engines), self._min_engines)
+            waiting(f"version {newest.version}: {num_staged} of {expected} engines staged")
+            self.poll(0.05)
+        return found
+
+    def try_commit(self, *versions: PolicyVersion) -> PolicyVersion | None:
+        """The first of ``versions`` that is committed, or is now because every registered engine has staged it.
+
+        Raises:
+            EngineError: one of them was aborted.
+        """
+        required = sorted(self.state.engines)
+        for version in versions:
+            if version.key in self.state.committed:
+                return version
+            if version.key in self.state.aborted:
                 raise EngineError(f"version {version.version} of {version.policy_id} was aborted; it never serves")
-            staged = self.state.staged_by(key)
-            required = sorted(self.state.engines)
+            staged = self.state.staged_by(version.key)
             if len(required) >= self._min_engines and all(engine in staged for engine in required):
                 self._commit(version, {engine: staged[engine] for engine in required})
-                return
-            if time.monotonic() > deadline:
-                self._deregister_silent(required, staged)
-                deadline = time.monotonic() + self._timeout_s
-            waiting(
-                f"version {version.version}: {len(staged)} of {max(len(required), self._min_engines)} engines staged"
-            )
-            self.poll(0.05)
+                return version
+        return None
 
     def _commit(self, version: PolicyVersion, staged: Mapping[str, str]) -> None:
         self._recorder.record(
@@ -137,10 +156,11 @@ class Coordinator:
             coordinator_id=self._id,
         )
         self._recorder.flush("spooled")
-        self.state.committed.add((version.run_epoch, version.version))
+        self.state.committed.add(version.key)
         crash_window("after_committed")
 
-    def _deregister_silent(self, required: list[str], staged: Mapping[str, str]) -> None:
+    def _deregister_silent(self, version: PolicyVersion) -> None:
+        required, staged = sorted(self.state.engines), self.state.staged_by(version.key)
         silent = [engine for engine in required if engine not in staged]
         if len(required) - len(silent) < 1:
             raise EngineError(
@@ -155,6 +175,41 @@ class Coordinator:
     def close(self) -> None:
         """Stop reading."""
         self._reader.close()
+
+
+class Rollover:
+    """Published versions on their way into effect while training goes on.
+
+    Engines that are busy stage whichever version is the newest when they look, so one that is published may be skipped
+    for the next. At most ``max_waiting`` are published beyond the newest that serves.
+    """
+
+    def __init__(self, coordinator: Coordinator, max_waiting: int) -> None:
+        self._coordinator = coordinator
+        self._max_waiting = max_waiting
+        self._waiting: list[PolicyVersion] = []  # newest first
+
+    def published(self, version: PolicyVersion) -> None:
+        """A version is published; hold the caller back while too many are not in effect.
+
+        Raises:
+            EngineError: no engine is left, or a version was aborted.
+        """
+        if version not in self._waiting:
+            self._waiting.insert(0, version)
+        self.settle()
+        while len(self._waiting) > self._max_waiting:
+            self._serves(self._coordinator.bring_into_effect(*self._waiting))
+
+    def settle(self) -> None:
+        """Commit the newest version that every engine has staged, if there is one; never waits."""
+        self._coordinator.poll(0.0)
+        found = self._coordinator.try_commit(*self._waiting)
+        if found is not None:
+            self._serves(found)
+
+    def _serves(self, version: PolicyVersion) -> None:
+        self._waiting = self._waiting[: self._waiting.index(version)]
 
 
 def _in_log_order(history: Mapping[str, pa.Table]) -> list[tuple[str, pa.Table]]:

@@ -1,4 +1,7 @@
-"""The trainer process: on-policy lock step from the tape, weights out through the tape (design §6 to §8).
+"""The trainer process: batches from the tape, weights out through the tape (design §6 to §8).
+
+In lock step a step waits for all of its groups and the next one for the engines; an asynchronous trainer takes groups
+as they complete and goes on while engines take up its weights.
 
 Order at a step: batch pinned → trained → checkpoint → ``train_step_completed`` → ``weights_published``. A trainer that
 comes back raises the run epoch, loads the newest checkpoint, runs the pinned batches after it again, compares digests,
@@ -19,47 +22,28 @@ from rolltape.numerics.device import set_deterministic
 from rolltape.numerics.models import build_model
 from rolltape.numerics.weights import named_weights, weights_digest
 from rolltape.schema.crash import crash_window
-from rolltape.schema.fold import Fold
 from rolltape.schema.identity import derived_id
 from rolltape.schema.policy import PolicyVersion
 from rolltape.store.lake import Lake
-from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
+from rolltape.trainers.assembly import BatchPlan, VersionRules
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.checkpoint import Progress, save_checkpoint
-from rolltape.trainers.collect import KINDS, StepCollector
-from rolltape.trainers.config import TrainerConfig
-from rolltape.trainers.coordinator import Coordinator
+from rolltape.trainers.coordinator import Coordinator, Rollover
 from rolltape.trainers.environment import describe_environment
 from rolltape.trainers.history import RunHistory
+from rolltape.trainers.job import TrainerJob
 from rolltape.trainers.members import one_temperature, pack_members, temperatures_of
 from rolltape.trainers.pinned import PinnedBatch, member_columns, read_pinned
 from rolltape.trainers.probe import MismatchProbe, probe
 from rolltape.trainers.publish import publish_columns
 from rolltape.trainers.records import batch_formed_columns, step_completed_fields, tokens_trained_columns
 from rolltape.trainers.rerun import Rerun
+from rolltape.trainers.source import BatchSource, Gathered
+from rolltape.trainers.sources import open_source
 from rolltape.trainers.step import StepOutcome, make_optimizer, train_step
 from rolltape.trainers.summary import component_means, step_metrics
 
 POLICY_ID = "actor"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerJob:
-    """What one trainer process is to do."""
-
-    run_id: str
-    seed: int
-    model_name: str
-    groups_per_step: int
-    group_size: int
-    num_workers: int
-    trainer: TrainerConfig
-    trainer_id: str = "trainer"
-
-    @property
-    def num_members(self) -> int:
-        """Rollouts of one step."""
-        return self.groups_per_step * self.group_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +77,8 @@ class Trainer:
         self.config = job.trainer
         self.recorder = Recorder(log, producer_id=f"{job.trainer_id}-{job.run_id}", run_id=job.run_id)
         self.progress = Progress()
+        self.live_versions: set[tuple[int, int]] = set()
+        self.rollover: Rollover | None = None
         self.model: torch.nn.Module
         self.optimizer: torch.optim.Optimizer
 
@@ -101,11 +87,12 @@ class Trainer:
     def run(self) -> None:
         """Train to the end."""
         self.recorder.wait_for_older_epochs()
-        history = RunHistory.read(self.lake, self.job.run_id)
+        history = self._history()
         if history.has_trained:
             history = self._resume(history)
         else:
             self._begin(history)
+        self.live_versions |= history.published.keys()
         self.coordinator = Coordinator(
             self.lake,
             self.log,
@@ -120,6 +107,11 @@ class Trainer:
         finally:
             self.coordinator.close()
             self.recorder.close()
+
+    def _history(self) -> RunHistory:
+        """The run as the log has it now: whatever is logged has to be in the lake first."""
+        self.log.wait_until_archived(self.config.archive_timeout_s)
+        return RunHistory.read(self.lake, self.job.run_id)
 
     def _begin(self, history: RunHistory) -> None:
         """First start: version 0 from the seed, and the checkpoint that every replay can start from."""
@@ -164,31 +156,30 @@ class Trainer:
             self.progress.version_run_epoch = epoch
             self._publish()
         self.recorder.flush("logged")
-        return RunHistory.read(self.lake, self.job.run_id)
+        return self._history()
 
     # Steps
 
     def _train(self, history: RunHistory) -> None:
-        line = history.line
-        reader = self.log.reader(history.cursor_after(history.last_step), topics=("rollout", "control"), kinds=KINDS)
-        collector = StepCollector(
-            reader, run_id=self.job.run_id, run_started=self.lake.read("run_started", run_id=self.job.run_id)
-        )
         finished = _is_final(history)
+        self.coordinator.bring_into_effect(self._version())
+        if self.job.max_lead_steps:
+            self.rollover = Rollover(self.coordinator, self.job.max_lead_steps)
+        source = open_source(self.lake, self.log, self.job, history, self.rollover, self.live_versions)
         try:
-            self.coordinator.bring_into_effect(self._version())
             while not finished and self.progress.step < self.config.max_steps:
                 step = self.progress.step + 1
                 batch = self._open_batch(history, step) if step == history.last_step + 1 else None
                 if batch is None:
-                    while (folded := collector.complete(step, self.job.num_members, line)) is None:
-                        collector.poll(0.5)
-                    batch = self._form(step, folded, collector)
-                collector.forget()
+                    batch = self._form(step, source)
+                source.consumed()
                 finished = self._train_one(step, batch)
-                self.coordinator.bring_into_effect(self._version())
+                if self.rollover is None or finished:
+                    self.coordinator.bring_into_effect(self._version())
+                else:
+                    self.rollover.published(self._version())
         finally:
-            reader.close()
+            source.close()
 
     def _open_batch(self, history: RunHistory, step: int) -> FormedBatch | None:
         """A batch that an earlier start pinned for this step and did not complete."""
@@ -210,14 +201,16 @@ class Trainer:
             component_means=component_means(pinned.rewards),
         )
 
-    def _form(self, step: int, folded: Fold, collector: StepCollector) -> FormedBatch:
-        """Filter, group, pin."""
+    def _form(self, step: int, source: BatchSource) -> FormedBatch:
+        """Gather, filter, group, pin."""
         rules = VersionRules(
             current=self.progress.version,
             newest=self.progress.version,
             staleness_tau=self.config.staleness_tau,
+            single_version=self.config.correction == "icepop",
         )
-        plan = plan_batch(folded, rules, pad_rule=self.config.pad_rule)
+        found: Gathered = source.gather(step, rules)
+        folded, plan = found.folded, found.plan
         members, digest = member_columns(folded, plan.members)
         batch_id = derived_id(self.job.run_id, self.job.trainer_id, self.recorder.run_epoch, step)
         self.recorder.record_batch(
@@ -231,7 +224,7 @@ class Trainer:
                 dropped=plan.dropped,
                 staleness_version=rules.newest,
                 staleness_run_epoch=self.progress.version_run_epoch,
-                cursors=collector.cursors,
+                cursors=found.cursors,
                 batch_digest=digest,
             ),
         )
@@ -242,7 +235,7 @@ class Trainer:
             digest=digest,
             newest_version=rules.newest,
             temperature=one_temperature(temperatures_of(folded, plan.members)),
-            component_means=component_means(collector.rewards_of(plan.members)),
+            component_means=component_means(found.rewards),
         )
 
     def _train_one(self, step: int, batch: FormedBatch) -> bool:
@@ -317,17 +310,14 @@ class Trainer:
     # Weights and checkpoints
 
     def _version(self) -> PolicyVersion:
-        return PolicyVersion(
-            policy_id=POLICY_ID,
-            run_epoch=self.progress.version_run_epoch,
-            version=self.progress.version,
-            weights_digest=self.progress.weights_digest,
-        )
+        progress = self.progress
+        return PolicyVersion(POLICY_ID, progress.version_run_epoch, progress.version, progress.weights_digest)
 
     def _publish(self) -> None:
         columns = publish_columns(self.lake, self.job.run_id, self.model, self._version(), step=self.progress.step)
         self.recorder.record("weights_published", **columns)
         self.recorder.flush("spooled")
+        self.live_versions.add(self._version().key)
 
     def _save_checkpoint(self) -> str:
         path = f"checkpoints/{self.job.run_id}/{self.recorder.run_epoch:04d}-{self.progress.step:08d}"

@@ -9,7 +9,8 @@ from typing import Any
 from rolltape.store.lake import Lake
 from rolltape.trainers.environment import describe_environment, differences
 from rolltape.trainers.history import RunHistory
-from rolltape.trainers.loop import TrainerJob, build_trainer
+from rolltape.trainers.job import TrainerJob
+from rolltape.trainers.loop import build_trainer
 from rolltape.trainers.rerun import Rerun, StepComparison
 
 

@@ -20,7 +20,8 @@ from rolltape.trainers.aggregation import aggregation_weights
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.checkpoint import trainable
 from rolltape.trainers.config import TrainerConfig
-from rolltape.trainers.losses import icepop_policy_loss
+from rolltape.trainers.dis import dis_policy_loss
+from rolltape.trainers.losses import PolicyLoss, icepop_policy_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,22 +185,8 @@ def _accumulate(
         index = part.flat_index
         current = scores.log_probs
         old = tokens.old[index] if config.updates_per_batch > 1 else current.detach()
-        result = icepop_policy_loss(
-            current,
-            old,
-            batch.rollout_log_probs[index],
-            advantages[index],
-            weights[index],
-            beta=config.icepop_beta,
-            eps_low=config.eps_low,
-            eps_high=config.eps_high,
-            pop_value=config.pop_value,
-            correction=config.correction,
-            tis_low=config.tis_low,
-            tis_high=config.tis_high,
-            entropy=scores.entropy,
-            entropy_coef=config.entropy_coef,
-            is_partial=True,
+        result = _loss(
+            (current, old, batch.rollout_log_probs[index]), advantages[index], weights[index], scores.entropy, config
         )
         torch.autograd.backward(result.loss)
         total += result.loss.detach().double()
@@ -211,6 +198,46 @@ def _accumulate(
         tokens.gate[index] = result.gate_weights
         tokens.trusted[index] = result.trusted
     return float(total), tuple(sizes)
+
+
+def _loss(
+    log_probs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    advantages: torch.Tensor,
+    weights: torch.Tensor,
+    entropy: torch.Tensor | None,
+    config: TrainerConfig,
+) -> PolicyLoss:
+    """The configured loss of one micro-batch; ``log_probs`` are current, old and the rollout's."""
+    current, old, rollout = log_probs
+    if config.correction == "dis":
+        return dis_policy_loss(
+            current,
+            rollout,
+            advantages,
+            weights,
+            eps_low=config.dis_low,
+            eps_high=config.dis_high,
+            entropy=entropy,
+            entropy_coef=config.entropy_coef,
+            is_partial=True,
+        )
+    return icepop_policy_loss(
+        current,
+        old,
+        rollout,
+        advantages,
+        weights,
+        beta=config.icepop_beta,
+        eps_low=config.eps_low,
+        eps_high=config.eps_high,
+        pop_value=config.pop_value,
+        correction=config.correction,
+        tis_low=config.tis_low,
+        tis_high=config.tis_high,
+        entropy=entropy,
+        entropy_coef=config.entropy_coef,
+        is_partial=True,
+    )
 
 
 def _clip(model: torch.nn.Module, max_norm: float) -> float:

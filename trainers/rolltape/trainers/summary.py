@@ -100,12 +100,14 @@ def _version_metrics(batch: PackedBatch, newest: int) -> dict[str, float]:
 
 
 def component_means(rewards: pa.Table) -> dict[str, float]:
-    """Mean of each reward component over ``reward_assigned`` rows, from components that were scored (status ok)."""
+    """Mean of each reward component over ``reward_assigned`` rows in any order, from those scored (status ok)."""
     if not rewards.num_rows:
         return {}
     column = rewards["reward_assigned"]
     lists = pc.struct_field(column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column, "components")
     flat = pc.list_flatten(lists)
     table = pa.table({name: pc.struct_field(flat, name) for name in ("name", "value", "status")})
-    means = table.filter(pc.equal(table["status"], "ok")).group_by("name").aggregate([("value", "mean")])
-    return dict(zip(means["name"].to_pylist(), means["value_mean"].to_pylist(), strict=True))
+    scored = table.filter(pc.and_(pc.equal(table["status"], "ok"), pc.is_valid(table["value"])))
+    names, values = np.asarray(scored["name"].to_pylist(), np.object_), scored["value"].to_numpy()
+    # Sorted first: rows come in the order of the log's partitions, which must not show in the last bit.
+    return {name: float(np.sort(values[names == name]).mean()) for name in dict.fromkeys(names.tolist())}
