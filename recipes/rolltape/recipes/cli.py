@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "replay": "run a recorded step again and compare every bit",
     "verify": "check the numeric contracts of a tape",
     "compact": "merge small files, write a checkpoint, clean the log",
+    "topics": "check the topics of a Kafka log, and make those that are missing",
     "committer": "run the committer of a lake (the writer of the embedded log)",
     "trainer": "run the trainer process of a run",
     "worker": "run one rollout worker of a run",

@@ -24,6 +24,14 @@ DEFAULT_RETENTION_HOURS: Final = 7 * 24
 _HOUR_MS: Final = 3_600_000
 _PARTITIONS: Final = {"rollout": 4, "teacher": 1, "training": 1, "weights": 1, "control": 1}
 _REPLICATION: Final = 3
+_SETTING_OF: Final = {
+    "retention_hours": "retention.ms",
+    "max_message_bytes": "max.message.bytes",
+    "min_insync_replicas": "min.insync.replicas",
+    "replication": "replication",
+}
+_ANY: Final = frozenset({"partitions", "retention.ms"})
+_AT_LEAST: Final = frozenset({"replication", "max.message.bytes", "min.insync.replicas"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +46,8 @@ class TopicConfig:
         max_message_bytes: largest record batch that the brokers take.
         min_insync_replicas: copies that must have a record before it is acknowledged.
         cleanup_policy: ``delete`` or ``compact``.
+        exact: settings that a topic must have as they are here. Of the others, partitions and retention may be any,
+            copies and sizes may be more.
     """
 
     name: str
@@ -47,6 +57,7 @@ class TopicConfig:
     max_message_bytes: int = MAX_MESSAGE_BYTES
     min_insync_replicas: int = 0
     cleanup_policy: str = "delete"
+    exact: frozenset[str] = frozenset()
 
     def settled(self, num_brokers: int) -> TopicConfig:
         """With the numbers that depend on the size of the cluster."""
@@ -116,9 +127,15 @@ class TopicPlan:
             "replication": replication,
         }
         common = {name: value for name, value in chosen.items() if value is not None}
+        asked = frozenset(_SETTING_OF[name] for name in common)
         return cls(
             topics=tuple(
-                replace(topic, num_partitions=partitions.get(topic.name, topic.num_partitions), **common)
+                replace(
+                    topic,
+                    num_partitions=partitions.get(topic.name, topic.num_partitions),
+                    exact=asked | ({"partitions"} if topic.name in partitions else set()),
+                    **common,
+                )
                 for topic in cls().topics
             )
         )
@@ -170,9 +187,17 @@ def _check(config: TopicConfig, info: TopicInfo | None, created: bool) -> TopicC
     planned = {"partitions": str(config.num_partitions), "replication": str(config.replication)} | config.settings()
     actual = {"partitions": str(info.num_partitions), "replication": str(info.replication), **info.configs}
     differences = tuple(
-        (name, value, actual.get(name, "none")) for name, value in planned.items() if actual.get(name) != value
+        (name, value, actual.get(name, "none"))
+        for name, value in planned.items()
+        if not _suits(name, value, actual.get(name), exact=name in config.exact)
     )
     return TopicCheck(config=config, info=info, created=created, differences=differences)
+
+
+def _suits(name: str, planned: str, actual: str | None, *, exact: bool) -> bool:
+    if actual is None or actual == planned or exact:
+        return actual == planned
+    return name in _ANY or (name in _AT_LEAST and int(actual) >= int(planned))
 
 
 def existing_topics(admin: BrokerAdmin, names: Sequence[str], url: str) -> dict[str, TopicInfo]:
