@@ -1,0 +1,307 @@
+"""What the pipeline over Kafka costs: ``python benchmarks/bench_kafka.py [producer] [pipeline] [freshness]`` (all).
+
+* ``producer``: recorder → spool → brokers' acknowledgement, against a bare kafka-python producer of the same bytes.
+* ``pipeline``: recorder → Kafka → sink → committed in Delta, against the same machine writing the same rows to Delta
+  without Kafka, in two ways: through the embedded log (the same recorder, a committer in a process of its own), and as
+  ready-made tables by ``Lake.append`` (no recorder, no log at all).
+* ``freshness``: rollout finished → decoded in a reader's process, at 100 events a second, a sink running beside.
+
+Prints one JSON line a case, which names the broker. Sides of a ratio are measured by turns, and the ratio is that of
+the medians, because other programs disturb absolute times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import kafka
+import pyarrow as pa
+from bench_store import GROUP_SIZE, Rollouts, lists, make_rollouts
+from kafka_pipeline import Broker, Pipeline, Process, broker, quantiles, report, sink
+
+from rolltape.ingest import EmbeddedLog, EventLog, Recorder
+from rolltape.ingest.kafka.wire import Outgoing, to_message
+from rolltape.ingest.memory import MemoryLog
+from rolltape.schema.codec import Record, decode
+from rolltape.schema.cursor import Cursor
+from rolltape.schema.identity import uuid7_many
+from rolltape.store.lake import Lake
+
+PARTITIONS = 4
+CASES = ("producer", "pipeline", "freshness")
+
+
+# The load: groups of 16 rollouts, four batches of events a group, as workers record them.
+
+
+class Load:
+    """Columns of rollouts of real words and log-probs, sliced by group."""
+
+    def __init__(self, num_rollouts: int, mean_tokens: int) -> None:
+        """Make the tokens once."""
+        self.rollouts: Rollouts = make_rollouts(num_rollouts, mean_tokens)
+        self.num_tokens = self.rollouts.num_tokens
+        self._token_ids = lists(self.rollouts.ends, self.rollouts.token_ids)
+        self._log_probs = lists(self.rollouts.ends, self.rollouts.log_probs)
+        self._prompts = lists(self.rollouts.prompt_ends, self.rollouts.prompt_ids)
+
+    def record(self, recorder: Recorder) -> None:
+        """Record all of it under new names."""
+        num_rollouts = len(self.rollouts.trajectory_ids)
+        names, groups = uuid7_many(num_rollouts), uuid7_many(-(-num_rollouts // GROUP_SIZE))
+        for number, group in enumerate(groups):
+            first = number * GROUP_SIZE
+            self._record_group(recorder, slice(first, first + GROUP_SIZE), names, group)
+
+    def _record_group(self, recorder: Recorder, rows: slice, names: list[str], group: str) -> None:
+        where: dict[str, Any] = {"trajectory_id": names[rows], "attempt": 0, "group_id": group}
+        sampling = {"temperature": 1.0, "top_p": 1.0, "logprobs_mode": "processed_logprobs"}
+        recorder.record_batch("rollout_started", {"prompt_token_ids": self._prompts[rows], **where})
+        action = {"token_ids": self._token_ids[rows], "rollout_log_probs": self._log_probs[rows]}
+        recorder.record_batch(
+            "action_sampled", {**action, "sampling": sampling, "prefix_source": "engine", "turn_index": 0, **where}
+        )
+        recorder.record_batch("rollout_ended", {"status": "completed", **where})
+        rewards = {"state": "earned", "scalar": self.rollouts.rewards[rows], "scalariser_version": "1"}
+        recorder.record_batch("reward_assigned", {**rewards, **where})
+
+
+class _Captured(MemoryLog):
+    """A log that only notes what a recorder sends, with the partitions of the real one."""
+
+    def __init__(self) -> None:
+        super().__init__(linger_s=0.005)
+        self.records: list[Record] = []
+
+    def num_partitions(self, topic: str) -> int:
+        return PARTITIONS if topic == "rollout" else 1
+
+    def producer(self, producer_id: str) -> Any:
+        return _CapturingProducer(producer_id, self.records)
+
+
+class _CapturingProducer:
+    """Takes records and keeps them."""
+
+    epoch = 1
+    unacknowledged_bytes = 0
+
+    def __init__(self, producer_id: str, records: list[Record]) -> None:
+        self.producer_id = producer_id
+        self.send = records.append
+
+    def flush(self, level: str, timeout_s: float) -> None:
+        """There is nothing to wait for."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+def captured(load: Load) -> list[Record]:
+    """The records that a recorder makes of the load, as they would lie in the log."""
+    log = _Captured()
+    with Recorder(log, producer_id="capture", run_id="run") as recorder:
+        load.record(recorder)
+    return log.records
+
+
+# Recorder against a bare producer
+
+
+def bench_producer(where: Broker, folder: Path, load: Load, rounds: int) -> None:
+    """Bytes a second until everything is acknowledged."""
+    records = captured(load)
+    messages = [(record, to_message(record)) for record in records]
+    num_bytes = sum(memoryview(message.value).nbytes for _, message in messages)
+    pipeline = Pipeline(where.bootstrap, folder, partitions=PARTITIONS)
+    bare = kafka.KafkaProducer(
+        bootstrap_servers=where.bootstrap.split(","), batch_size=1 << 20, max_request_size=16 << 20
+    )
+    topic = pipeline.address.rpartition("/")[2] + ".rollout"
+    with pipeline.open() as log, Recorder(log, producer_id="bench", run_id="run") as recorder:
+        sides = {
+            "bare": lambda: send_bare(bare, topic, messages),
+            "recorder": lambda: record_and_flush(load, recorder),
+        }
+        found = by_turns(sides, rounds)
+    bare.close()
+    ratios = found["bare"] / found["recorder"]
+    report(
+        "producer",
+        broker=where.name,
+        tokens_a_rollout=load.num_tokens // len(load.rollouts.trajectory_ids),
+        num_records=len(records),
+        mean_record_bytes=num_bytes // len(records),
+        recorder_mb_s=num_bytes / found["recorder"] / 1e6,
+        bare_mb_s=num_bytes / found["bare"] / 1e6,
+        recorder_mtok_s=load.num_tokens / found["recorder"] / 1e6,
+        ratio=ratios,
+        asked=0.8,
+    )
+
+
+def send_bare(producer: Any, topic: str, messages: Sequence[tuple[Record, Outgoing]]) -> None:
+    """Send the same keys, values and headers, and look at every future."""
+    futures = [
+        producer.send(topic, value=message.value, key=message.key, headers=message.headers, partition=record.partition)
+        for record, message in messages
+    ]
+    for future in futures:
+        future.get(60)
+
+
+def record_and_flush(load: Load, recorder: Recorder) -> None:
+    """Record the load and wait until it is logged."""
+    load.record(recorder)
+    recorder.flush("logged", 300)
+
+
+def by_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median wall seconds of each side, after one round that is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds + 1):
+        for name, call in sides.items():
+            started = time.perf_counter()
+            call()
+            if number:
+                found[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+# The whole pipeline against Delta without Kafka
+
+
+def bench_pipeline(where: Broker, folder: Path, load: Load, rounds: int) -> None:
+    """Tokens a second until everything is committed in the lake."""
+    pipeline = Pipeline(where.bootstrap, folder, partitions=PARTITIONS)
+    embedded = Lake.create(folder / "embedded")
+    direct = Lake.create(folder / "direct")
+    tables = tables_of(captured(load))
+    offsets = iter(range(1_000_000))
+    commit = ["-m", "rolltape.ingest.committer", embedded.location.path]
+    with (
+        sink(pipeline) as archiver,
+        Process(commit) as committer,
+        pipeline.open() as log,
+        EmbeddedLog(embedded, "external") as without,
+        Recorder(log, producer_id="bench", run_id="run") as over_kafka,
+        Recorder(without, producer_id="bench", run_id="run") as over_lake,
+    ):
+        sides = {
+            "kafka": lambda: until_archived(load, over_kafka, pipeline, log),
+            "embedded": lambda: record_and_flush(load, over_lake),
+            "append": lambda: direct.append(tables, {"log/rollout/0": next(offsets)}),
+        }
+        found = by_turns(sides, rounds)
+        sink_mib, cpu_s = archiver.resident_mib, (archiver.cpu_s, committer.cpu_s)
+    report(
+        "pipeline",
+        broker=where.name,
+        tokens_a_rollout=load.num_tokens // len(load.rollouts.trajectory_ids),
+        num_tokens=load.num_tokens,
+        kafka_mtok_s=load.num_tokens / found["kafka"] / 1e6,
+        embedded_mtok_s=load.num_tokens / found["embedded"] / 1e6,
+        append_mtok_s=load.num_tokens / found["append"] / 1e6,
+        ratio_to_embedded=found["embedded"] / found["kafka"],
+        ratio_to_append=found["append"] / found["kafka"],
+        asked=0.6,
+        sink_mib=sink_mib,
+        sink_cpu_s=cpu_s[0],
+        committer_cpu_s=cpu_s[1],
+    )
+
+
+def until_archived(load: Load, recorder: Recorder, pipeline: Pipeline, log: EventLog) -> None:
+    """Record the load and wait until the lake has it."""
+    record_and_flush(load, recorder)
+    pipeline.wait_until_archived(log)
+
+
+def tables_of(records: Sequence[Record]) -> dict[str, pa.Table]:
+    """The rows of the records, as one commit takes them."""
+    batches: dict[str, list[pa.RecordBatch]] = {}
+    for record in records:
+        kind = record.headers.kind
+        batches.setdefault(kind, []).append(decode(record.value, kind=kind))
+    return {kind: pa.Table.from_batches(parts) for kind, parts in batches.items()}
+
+
+# Freshness
+
+WRITER = """
+import sys, time
+from rolltape.ingest import Recorder, open_log
+url, spool, num_rollouts, gap_s, warm_up = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), 100
+with open_log(url, spool=spool) as log, Recorder(log, producer_id="w", run_id="r") as recorder:
+    started = time.monotonic()
+    for number in range(num_rollouts + warm_up):
+        name = {"trajectory_id": f"t{number}", "attempt": 0, "group_id": f"g{number // 8}"}
+        recorder.record("action_sampled", token_ids=[1] * 500, rollout_log_probs=[-0.5] * 500, **name)
+        recorder.record("rollout_ended", status="completed", cause=repr(time.monotonic()), **name)
+        time.sleep(max(0.0, started + (number + 1) * gap_s - time.monotonic()))
+    recorder.flush()
+"""
+
+
+def bench_freshness(where: Broker, folder: Path, seconds: float, events_per_s: float) -> None:
+    """Milliseconds from a rollout's end in one process to its decoded arrival in another."""
+    pipeline = Pipeline(where.bootstrap, folder, partitions=PARTITIONS)
+    # A rollout is two events; the first hundred rollouts pay for imports and first uses and are not counted.
+    num_rollouts, warm_up = int(seconds * events_per_s / 2), 100
+    arguments = [pipeline.url, str(pipeline.spool / "w"), str(num_rollouts), str(2 / events_per_s)]
+    waits: list[float] = []
+    with sink(pipeline), pipeline.open("reader") as log:
+        reader = log.reader(Cursor(), topics=["rollout"])
+        reader.poll(0.1)
+        with subprocess.Popen([sys.executable, "-c", WRITER, *arguments]) as writer:
+            while len(waits) < num_rollouts + warm_up:
+                deliveries = reader.poll(30.0)
+                now = time.monotonic()
+                for delivery in deliveries:
+                    if delivery.kind == "rollout_ended":
+                        waits += [now - float(row["cause"]) for row in delivery.table["rollout_ended"].to_pylist()]
+            writer.wait()
+    report(
+        "freshness",
+        broker=where.name,
+        rollouts=num_rollouts,
+        events_per_s=events_per_s,
+        **quantiles(waits[warm_up:]),
+        asked_p50_ms=25,
+        asked_p99_ms=150,
+    )
+
+
+def main() -> None:
+    """Run the cases that were named, or all."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
+    parser.add_argument("--rollouts", type=int, default=4096, help="rollouts a round")
+    parser.add_argument("--tokens", type=int, default=2000, help="mean tokens a rollout")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=30.0, help="length of the freshness case")
+    parser.add_argument("--events-per-s", type=float, default=100.0)
+    options = parser.parse_args()
+    cases = options.cases or CASES
+    with tempfile.TemporaryDirectory() as name, broker(Path(name) / "broker") as where:
+        folder = Path(name)
+        if {"producer", "pipeline"} & set(cases):
+            load = Load(options.rollouts, options.tokens)
+        if "producer" in cases:
+            bench_producer(where, folder, load, options.rounds)
+        if "pipeline" in cases:
+            bench_pipeline(where, folder, load, options.rounds)
+        if "freshness" in cases:
+            bench_freshness(where, folder, options.seconds, options.events_per_s)
+
+
+if __name__ == "__main__":
+    main()
