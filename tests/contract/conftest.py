@@ -1,4 +1,4 @@
-"""The logs that the contract suite runs against. Another log joins by one more harness in ``HARNESSES``."""
+"""Each log in turn, and what the tests of the contract need beside it."""
 
 from __future__ import annotations
 
@@ -7,103 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pytest
+from tests.contract.harnesses import HARNESSES, NEEDS, Harness
 
-from rolltape.ingest.deadletters import accept_loss
-from rolltape.ingest.embedded import EmbeddedLog
-from rolltape.ingest.lanes import Lane
 from rolltape.ingest.log import EventLog, LogProducer
-from rolltape.ingest.memory import MemoryLog
 from rolltape.schema.build import build_batch
 from rolltape.schema.codec import Record, make_record
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.identity import uuid7_many
-from rolltape.schema.validate import Limits
-from rolltape.store.lake import Lake
-
-LIMITS = Limits(vocab_size=1000)
 
 
-class Harness(Protocol):
-    """One implementation under test."""
-
-    @property
-    def log(self) -> EventLog:
-        """The log."""
-        ...
-
-    def inject(self, producer: LogProducer, record: Record) -> None:
-        """Put a record of the producer's lane into the log as faulty networks and disks would: in any order."""
-        ...
-
-    def settle(self, producer: LogProducer) -> None:
-        """Return once the log dealt with what was injected, as far as it can."""
-        ...
-
-    def accept_loss(self, lane: Lane, through: int) -> None:
-        """What an operator does about a gap."""
-        ...
-
-
-@dataclass
-class MemoryHarness:
-    """The in-memory log."""
-
-    log: MemoryLog = field(default_factory=lambda: MemoryLog(limits=LIMITS))
-
-    def inject(self, producer: LogProducer, record: Record) -> None:
-        producer.send(record)
-
-    def settle(self, producer: LogProducer) -> None:
-        producer.flush("logged", 10)
-
-    def accept_loss(self, lane: Lane, through: int) -> None:
-        self.log.accept_loss(lane, through)
-
-
-@dataclass
-class EmbeddedHarness:
-    """The embedded log over a lake on disk."""
-
-    lake: Lake
-    log: EmbeddedLog
-
-    def inject(self, producer: LogProducer, record: Record) -> None:
-        producer.send(record)
-
-    def settle(self, producer: LogProducer) -> None:
-        producer.flush("logged", 10)
-
-    def accept_loss(self, lane: Lane, through: int) -> None:
-        accept_loss(self.lake, lane, through)
-
-
-@contextlib.contextmanager
-def _memory(folder: Path) -> Iterator[Harness]:
-    yield MemoryHarness()
-
-
-@contextlib.contextmanager
-def _embedded(folder: Path) -> Iterator[Harness]:
-    lake = Lake.create(folder / "lake")
-    with EmbeddedLog(lake, "thread", limits=LIMITS) as log:
-        yield EmbeddedHarness(lake, log)
-
-
-HARNESSES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Harness]]] = {
-    "memory": _memory,
-    "embedded": _embedded,
-}
-
-
-@pytest.fixture(params=sorted(HARNESSES))
+@pytest.fixture(params=[pytest.param(name, marks=NEEDS.get(name, ())) for name in HARNESSES])
 def harness(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Harness]:
     """Each log in turn."""
-    with HARNESSES[request.param](tmp_path) as opened:
-        yield opened
+    with contextlib.ExitStack() as stack:
+        yield HARNESSES[request.param](request, tmp_path, stack)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from tests.servers.toxiproxy import Toxiproxy
 SCRAM_USERS: Final = {"alice": "alice-of-the-tests", "bob": "bob-of-the-tests"}
 
 # A node that is dead is replaced, and let in again, after three seconds; by default after nine.
-_QUICK: Final = {"broker.session.timeout.ms": 3000, "broker.heartbeat.interval.ms": 500}
+QUICK: Final = {"broker.session.timeout.ms": 3000, "broker.heartbeat.interval.ms": 500}
 
 
 class Broker(Protocol):
@@ -116,7 +116,7 @@ def apache_kafka(tmp_path_factory: pytest.TempPathFactory, certificates: Certifi
     """One node of real Kafka that the tests may strike: plain, secured (``SCRAM_USERS``) and proxied listeners."""
     home = os.environ["ROLLTAPE_KAFKA_HOME"]
     secure = Secure(certificates=certificates, users=SCRAM_USERS)
-    with KafkaCluster(home, tmp_path_factory.mktemp("kafka"), 1, _QUICK, secure=secure, proxied=True) as cluster:
+    with KafkaCluster(home, tmp_path_factory.mktemp("kafka"), 1, QUICK, secure=secure, proxied=True) as cluster:
         yield cluster
 
 
@@ -124,7 +124,7 @@ def apache_kafka(tmp_path_factory: pytest.TempPathFactory, certificates: Certifi
 def kafka_cluster3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
     """Three nodes of real Kafka, plain and proxied listeners. Leave all of them running."""
     home = os.environ["ROLLTAPE_KAFKA_HOME"]
-    with KafkaCluster(home, tmp_path_factory.mktemp("kafka3"), 3, _QUICK, proxied=True) as cluster:
+    with KafkaCluster(home, tmp_path_factory.mktemp("kafka3"), 3, QUICK, proxied=True) as cluster:
         yield cluster
 
 

@@ -37,12 +37,17 @@ class NoidaDb:
 
     def start(self) -> None:
         """Start it, or start it again on its data; returns once it answers."""
+        num_before = len(self._said_ports())
         self.process.start()
-        self.process.wait_until(lambda: is_open(self.port), 30)
-        # Where the port is taken, it would say another one and somebody else would have answered.
-        said = re.findall(r"kafka\s+127\.0\.0\.1:(\d+)", self.process.last_words())
-        if said[-1:] != [str(self.port)]:
+        said = self.process.wait_until(lambda: self._said_ports()[num_before:], 30)
+        # Where the port is taken, it takes another one, and somebody else would answer here.
+        if said != [str(self.port)]:
             raise ServerError(f"expected {self.name} on port {self.port}, got: {self.process.last_words()}")
+        self.process.wait_until(lambda: is_open(self.port), 30)
+
+    def _said_ports(self) -> list[str]:
+        """The port of each start so far."""
+        return re.findall(r"kafka\s+127\.0\.0\.1:(\d+)", self.process.last_words())
 
     def kill(self) -> None:
         """SIGKILL."""
