@@ -105,13 +105,14 @@ def judge_journal(journal: Path, folder: Path, workloads: Sequence[Workload]) ->
     verdict.doubled = sorted(event_id for event_id, count in counts.items() if count > 1)
     changed = sorted(event_id for event_id, digest in consumed if expected.get(event_id) != digest)
     verdict.problems += [f"reader: {len(changed)} events were changed: {changed[:_SHOWN]}"] if changed else []
-    last_call: dict[str, int] = {}
+    wrong, last_call = [], dict[str, int]()
     for event_id, _ in consumed:
         producer_id, block, call, row = event_id.split("-")
         attempt = f"{producer_id}-{block}-{row}"
-        if int(call) != last_call.get(attempt, -1) + 1 and attempt not in verdict.problems:
-            verdict.problems.append(f"reader: {event_id} after call {last_call.get(attempt)} of its attempt")
+        if int(call) != last_call.get(attempt, -1) + 1:
+            wrong.append(f"{event_id} after call {last_call.get(attempt)}")
         last_call[attempt] = int(call)
+    verdict.problems += [f"reader: {len(wrong)} events out of order: {wrong[:_SHOWN]}"] if wrong else []
     return verdict
 
 

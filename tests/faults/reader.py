@@ -11,14 +11,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.faults.workload import digests_of
 
-from rolltape.ingest import open_log
+from rolltape.ingest import Delivery, open_log
 from rolltape.schema.cursor import Cursor
 
 
@@ -41,6 +41,21 @@ def entries(journal: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
+def in_log_order(deliveries: Iterable[Delivery]) -> list[tuple[str, str]]:
+    """Ids and content digests. A poll delivers kind by kind; within it the log's numbers give the order."""
+    found = [
+        ((delivery.partition, offset, seq), event)
+        for delivery in deliveries
+        for offset, seq, event in zip(
+            delivery.table["log_offset"].to_pylist(),
+            delivery.table["lane_seq"].to_pylist(),
+            digests_of(delivery.kind, delivery.table).items(),
+            strict=True,
+        )
+    ]
+    return [event for _, event in sorted(found)]
+
+
 def read(job: ReaderJob, stop: threading.Event) -> None:
     """Consume until told to stop."""
     journal = Path(job.journal)
@@ -54,11 +69,7 @@ def read(job: ReaderJob, stop: threading.Event) -> None:
     with open_log(job.log_url, committer="external") as log:
         reader = log.reader(cursor, topics=["rollout"], kinds=job.kinds)
         while not stop.is_set():
-            events = [
-                (event_id, digest)
-                for delivery in reader.poll(0.2)
-                for event_id, digest in digests_of(delivery.kind, delivery.table).items()
-            ]
+            events = in_log_order(reader.poll(0.2))
             if events:
                 os.write(fd, f"{json.dumps({'cursor': str(reader.cursor), 'events': events})}\n".encode())
                 os.fsync(fd)
