@@ -157,6 +157,10 @@ class Archive:
             if lowest > (mark := self.mark(lane)) + 1
         ]
 
+    def waiting_since(self, lane: Lane) -> int | None:
+        """The log's time stamp, in microseconds, of the record that a lane's gap showed itself by; None: not kept."""
+        return self._parking.waiting_since(lane)
+
     def resumable(self) -> list[Lane]:
         """Lanes whose missing records came: what was parked behind them is to be offered again."""
         return [lane for lane, lowest in self._parking.lanes() if lowest <= self.mark(lane) + 1]

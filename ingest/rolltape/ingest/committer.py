@@ -14,15 +14,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final, Literal
-
-import pyarrow as pa
+from typing import Final, Literal
 
 from rolltape.ingest.archive import Archive, Outcome
-from rolltape.ingest.conflicts import rows_by_id
+from rolltape.ingest.lake_target import LakeTarget
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.locks import FileLock
 from rolltape.ingest.memory import MemoryTarget
@@ -40,11 +37,18 @@ from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
 from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.build import build_batch
 from rolltape.schema.codec import make_record
-from rolltape.schema.errors import CommitterFencedError, ConfigError, StorageFullError
+from rolltape.schema.errors import (
+    CommitterFencedError,
+    ConfigError,
+    LogMismatchError,
+    StorageFullError,
+    StoreUnreachableError,
+)
 from rolltape.schema.reasons import TRUNCATED_PAYLOAD
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
 from rolltape.store.parquet import encode_file
+from rolltape.store.snapshot import KAFKA_TRANSACTION, Snapshot
 
 CommitterMode = Literal["auto", "thread", "external"]
 
@@ -71,40 +75,13 @@ class CommitterOptions:
     linger_s: float = 0.0015
     max_linger_s: float = 0.006
     max_commit_bytes: int = 64 << 20
-    full_disk_retry_s: float = 0.25
+    retry_s: float = 0.25
     maintenance: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("poll_s", "idle_poll_s", "rescan_s", "full_disk_retry_s", "max_commit_bytes"):
+        for name in ("poll_s", "idle_poll_s", "rescan_s", "retry_s", "max_commit_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
-
-
-class LakeTarget:
-    """A lake as what an archive commits to."""
-
-    def __init__(self, lake: Lake) -> None:
-        """Commit to ``lake``."""
-        self.lake = lake
-
-    def transactions(self) -> Mapping[str, int]:
-        """Application transactions of the newest version."""
-        return self.lake.snapshot().transactions
-
-    def append(
-        self, tables: Mapping[str, pa.Table], transactions: Mapping[str, int], expected: Mapping[str, int | None]
-    ) -> Any:
-        """One commit of rows and transactions."""
-        return self.lake.append(tables, transactions, expected)
-
-    def read_events(
-        self, kind: str, event_ids: Collection[str], trajectory_ids: Collection[str] | None
-    ) -> Mapping[str, Mapping[str, Any]]:
-        """Those of the events that are committed, as rows by id; all files are read only if some were not found."""
-        found = rows_by_id(self.lake.read(kind, trajectory_ids=trajectory_ids), event_ids)
-        if trajectory_ids is None or len(found) == len(event_ids):
-            return found
-        return rows_by_id(self.lake.read(kind), event_ids)
 
 
 @cache
@@ -120,6 +97,15 @@ def _warm_up() -> None:
         encode_file(delivery.kind, delivery.table)
 
 
+def _refuse_kafka(lake: Lake) -> None:
+    sources = [app_id for app_id in lake.snapshot().transactions if app_id.startswith(f"{KAFKA_TRANSACTION}/")]
+    if sources:
+        raise LogMismatchError(
+            f"expected a lake that is empty or that an embedded log's committer fed, got {lake.location}, in which "
+            f"Kafka topics are archived ({sources[0]}): run `rolltape sink` for it, or name another lake"
+        )
+
+
 class Committer:
     """Archives the spools of one lake on this machine. Holds the committer's lock while it lives."""
 
@@ -128,8 +114,10 @@ class Committer:
 
         Raises:
             CommitterFencedError: another process (or handle) commits for this lake on this machine.
+            LogMismatchError: a Kafka log is archived in this lake; that is a sink's work.
             StoreError: the spool cannot be written.
         """
+        _refuse_kafka(lake)
         self._lake = lake
         self._options = options or CommitterOptions()
         try:
@@ -146,6 +134,7 @@ class Committer:
         self._lock = lock
         _warm_up()
         self.archive = Archive(LakeTarget(lake), limits=limits)
+        self._must_rewind = False
         self._producers: dict[str, ProducerReader] = {}
         self._busy: list[ProducerReader] = []
         self._watched = WatchedFolder(producers_folder(lake.spool_path))
@@ -162,8 +151,11 @@ class Committer:
 
         Raises:
             StorageFullError: no room; nothing was lost, the same round may be run again.
+            StoreUnreachableError: the store does not answer; likewise.
             CommitterFencedError: another committer moved the marks.
         """
+        if self._must_rewind:
+            self._rewind()
         try:
             self._rescan()
             self._gather()
@@ -220,11 +212,18 @@ class Committer:
                 epoch.confirm(oldest.get(id(epoch), epoch.place))
 
     def _rewind(self) -> None:
+        """Start again from what the lake says; where it does not answer, the next round does."""
+        self._must_rewind = True
         self._parked.clear()
         for producer in self._producers.values():
             for epoch in producer.epochs():
                 epoch.rewind()
         self.archive.reload()
+        self._must_rewind = False
+
+    def committed(self) -> Snapshot:
+        """The lake as the last commit left it, or as it was read since; asks nobody."""
+        return self._lake.known_snapshot()
 
     def _rescan(self) -> None:
         now = time.monotonic()
@@ -263,9 +262,9 @@ class Committer:
         while not stop.is_set():
             try:
                 worked = self.run_once()
-            except StorageFullError as error:
-                _LOG.warning("commit waits for room, nothing is lost: %s", error)
-                stop.wait(self._options.full_disk_retry_s)
+            except (StorageFullError, StoreUnreachableError) as error:
+                _LOG.warning("commit waits, nothing is lost: %s", error)
+                stop.wait(self._options.retry_s)
                 continue
             now = time.monotonic()
             last_work = now if worked else last_work

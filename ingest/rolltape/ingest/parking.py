@@ -84,6 +84,12 @@ class Parking:
         numbers = [number for number in (*waiting.numbers[:1], waiting.beyond) if number is not None]
         return min(numbers, default=None)
 
+    def waiting_since(self, lane: Lane) -> int | None:
+        """Time stamp of the kept record with the lowest number of a lane; None where there is none."""
+        waiting = self._lanes.get(lane)
+        offered = None if waiting is None or not waiting.numbers else waiting.kept[waiting.numbers[0]]
+        return None if offered is None else offered.time_us
+
     def lanes(self) -> Iterator[tuple[Lane, int]]:
         """Lanes in which something waits, with the lowest number that does."""
         for lane in list(self._lanes):

@@ -25,12 +25,20 @@ class Upkeep:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rolltape-upkeep")
         self._round: Future[Maintenance | None] | None = None
         self._policy = Policy()
+        self._version = lake.snapshot().version
         self._commits = 0
         self._submitted = 0
 
-    def after_round(self, *, committed: bool) -> None:
-        """Tell of a committer's round; starts maintenance if some is due and nothing waits, or much was committed."""
-        self._commits += committed
+    def after_round(self, *, committed: bool, version: int | None = None) -> None:
+        """Tell of a committer's round; starts maintenance if some is due and nothing waits, or much was committed.
+
+        ``version`` is the table's, where others commit too.
+        """
+        if version is None:
+            self._commits += committed
+        else:
+            self._commits += version - self._version
+            self._version = version
         if self._round is not None:
             if not self._round.done():
                 return

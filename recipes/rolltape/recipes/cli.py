@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "compact": "merge small files, write a checkpoint, clean the log",
     "topics": "check the topics of a Kafka log, and make those that are missing",
     "committer": "run the committer of a lake (the writer of the embedded log)",
+    "sink": "archive a Kafka log in a lake, exactly once (the writer of a Kafka log's lake)",
     "trainer": "run the trainer process of a run",
     "worker": "run one rollout worker of a run",
 }

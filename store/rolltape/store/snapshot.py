@@ -13,6 +13,7 @@ from rolltape.schema.cursor import Cursor, Partition
 
 LOG_TRANSACTION: Final = "log"
 LANE_TRANSACTION: Final = "lane"
+KAFKA_TRANSACTION: Final = "kafka"
 MAINTENANCE_TRANSACTION: Final = "maintenance"
 VACUUM_TRANSACTION: Final = "vacuum"
 

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rolltape.ingest.kafka.client import TopicInfo
+from rolltape.ingest.kafka.client import KafkaClient, TopicInfo
+from rolltape.ingest.kafka.topics import existing_topics
 from rolltape.ingest.lanes import LOG_PREFIX, NOTHING, log_app_id
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
@@ -24,9 +25,11 @@ from rolltape.schema.errors import (
     OtherClusterError,
     TopicRecreatedError,
 )
+from rolltape.schema.kinds import TOPICS
 from rolltape.store.lake import Lake
+from rolltape.store.snapshot import KAFKA_TRANSACTION
 
-KAFKA_PREFIX: Final = "kafka/"
+KAFKA_PREFIX: Final = f"{KAFKA_TRANSACTION}/"
 BASE_PREFIX: Final = "base/"
 
 
@@ -207,8 +210,8 @@ def adopt(lake: Lake, identity: LogIdentity, topic: str, ends: Mapping[Partition
     return known.number + 1
 
 
-def skip_lost(lake: Lake, identity: LogIdentity, partition: Partition, begin: int) -> int:
-    """Go on at the oldest offset that the log still holds, ``begin``; returns how many offsets are passed.
+def skip_lost(lake: Lake, identity: LogIdentity, partition: Partition, begins: Mapping[Partition, int]) -> int:
+    """Go on at the oldest offset that the log still holds, as ``begins`` says; returns how many offsets are passed.
 
     Raises:
         ConfigError: no such partition.
@@ -216,7 +219,7 @@ def skip_lost(lake: Lake, identity: LogIdentity, partition: Partition, begin: in
     """
     if partition not in identity.partitions():
         raise ConfigError(f"expected a partition such as rollout/0 of {', '.join(identity.topics)}, got {partition}")
-    transactions = lake.snapshot().transactions
+    transactions, begin = lake.snapshot().transactions, begins[partition]
     app_id, number = identity.generation(transactions, partition.topic)
     base = transactions.get(base_app_id(partition, identity.topics[partition.topic].topic_id), 0)
     position = transactions.get(log_app_id(partition), NOTHING) + 1 - base
@@ -227,6 +230,32 @@ def skip_lost(lake: Lake, identity: LogIdentity, partition: Partition, begin: in
         moved[app_id] = number
     lake.append({}, moved, {name: transactions.get(name) for name in moved})
     return begin - position
+
+
+def identify(client: KafkaClient) -> LogIdentity:
+    """Which log a client reaches.
+
+    Raises:
+        TopicError: a topic is missing; names the command that makes it.
+        LogUnreachableError: no broker answers.
+    """
+    admin = client.admin()
+    try:
+        topics = existing_topics(admin, TOPICS, client.config.url)
+        return LogIdentity(client.config.url, admin.cluster_id(), topics)
+    finally:
+        admin.close()
+
+
+def look_at(client: KafkaClient) -> tuple[LogIdentity, dict[Partition, int], dict[Partition, int]]:
+    """Which log a client reaches, and the oldest and the next offset of each partition."""
+    identity = identify(client)
+    consumer = client.consumer()
+    try:
+        partitions = identity.partitions()
+        return identity, consumer.begin_offsets(partitions), consumer.end_offsets(partitions)
+    finally:
+        consumer.close()
 
 
 def parse_partition(text: str) -> Partition:

@@ -1,0 +1,362 @@
+"""The sink: it archives the log in the lake, exactly once (design §6).
+
+Any number of sinks share the partitions as members of one group. The group only hands partitions out: where a sink goes
+on reading is what the lake's transactions say, and they move in the commit that carries the rows. On every change of
+the assignment a sink commits or drops what it staged, reads the lake's marks again and seeks. A sink that lost its
+partitions without noticing is fenced by those transactions. What a commit came to whose answer was lost, the lake says.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Self
+
+from rolltape.ingest.archive import Archive
+from rolltape.ingest.kafka.blobs import BlobStore
+from rolltape.ingest.kafka.client import BrokerConsumer, KafkaClient, Message, connect
+from rolltape.ingest.kafka.config import KafkaConfig
+from rolltape.ingest.kafka.feed import feed
+from rolltape.ingest.kafka.gap_alarms import GapAlarms
+from rolltape.ingest.kafka.metrics import SinkMetrics
+from rolltape.ingest.kafka.positions import check_topics, identify, log_bases
+from rolltape.ingest.kafka.progress import Progress
+from rolltape.ingest.kafka.reader import SINK_ID
+from rolltape.ingest.kafka.target import MeasuredTarget
+from rolltape.ingest.lanes import NOTHING, log_app_id
+from rolltape.ingest.parking import MAX_PARKED_BYTES
+from rolltape.ingest.upkeep import Upkeep
+from rolltape.schema.cursor import Partition
+from rolltape.schema.errors import (
+    CommitterFencedError,
+    ConfigError,
+    LogError,
+    LogUnreachableError,
+    OffsetGoneError,
+    StorageFullError,
+    StoreUnreachableError,
+)
+from rolltape.schema.kinds import TOPICS
+from rolltape.schema.validate import Limits
+from rolltape.store.lake import Lake
+
+_LOG: Final = logging.getLogger(__name__)
+
+MAINTAINS: Final = Partition("control", 0)
+"""Whoever archives this partition looks after the lake: one sink at a time."""
+
+_PASSING: Final = (StorageFullError, StoreUnreachableError, LogUnreachableError, CommitterFencedError)
+_POLL_RECORDS: Final = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SinkOptions:
+    """How a sink trades latency against commits, and what it holds in memory. Times in seconds.
+
+    Attributes:
+        linger_s: a commit is made once nothing came for so long.
+        max_linger_s: and at the latest so long after the first record of it came.
+        max_commit_bytes: or once so many bytes of rows are staged in memory.
+        max_parked_bytes: bytes of records behind a gap that are kept; of more only the place is known.
+        retry_s: pause after an error that passes; doubled up to ``max_retry_s``.
+        max_retry_s: see ``retry_s``.
+        status_s: how often lag and age are looked at and the group's offsets are stored.
+        alarm_after_s: how long a lane must stand still before an alarm is sent.
+        maintenance: whether to look after the lake beside.
+        metrics_port: answer Prometheus there; 0 for any free port, None for nowhere.
+    """
+
+    linger_s: float = 0.05
+    max_linger_s: float = 1.0
+    max_commit_bytes: int = 64 << 20
+    max_parked_bytes: int = MAX_PARKED_BYTES
+    retry_s: float = 0.25
+    max_retry_s: float = 5.0
+    status_s: float = 2.0
+    alarm_after_s: float = 1.0
+    maintenance: bool = True
+    metrics_port: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges.
+
+        Raises:
+            ConfigError: a value that must be above 0 is not.
+        """
+        for name in ("linger_s", "max_linger_s", "max_commit_bytes", "max_parked_bytes", "retry_s", "status_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
+
+
+class Sink:
+    """Archives the partitions that the group gives it, or all of them. For one thread."""
+
+    def __init__(
+        self,
+        config: KafkaConfig,
+        lake: Lake,
+        *,
+        options: SinkOptions | None = None,
+        limits: Limits | None = None,
+        alone: bool = False,
+    ) -> None:
+        """Connect and join the group; ``alone`` takes all partitions at once instead.
+
+        Raises:
+            LogUnreachableError, LogAuthenticationError: no broker answers, or they do not accept us.
+            TopicError: topics are missing; names the command that makes them.
+            LogMismatchError: log and lake do not belong together; names the ways out.
+        """
+        self.options = options or SinkOptions()
+        self.metrics = SinkMetrics()
+        self.num_commits = 0
+        self._config, self._lake = config, lake
+        self._client: KafkaClient = connect(config)
+        self._blobs = BlobStore(lake.location)
+        self._identity = identify(self._client)
+        check_topics(self._identity, lake.snapshot().transactions, TOPICS)
+        self._target = MeasuredTarget(lake, self.metrics)
+        self._archive = Archive(
+            self._target, limits=limits, archiver_id=SINK_ID, max_parked_bytes=self.options.max_parked_bytes
+        )
+        self._bases: Mapping[Partition, int] = {}
+        self._progress = Progress(self.metrics)
+        self._alarms = GapAlarms(self._client, self._identity.topics, self.options.alarm_after_s)
+        self._upkeep: Upkeep | None = None
+        self._is_stale = alone
+        self._first_staged_s: float | None = None
+        self._last_record_s = self._last_status_s = 0.0
+        self._consumer: BrokerConsumer = self._client.consumer(None if alone else f"{config.prefix}.sink")
+        self._join(alone=alone)
+        self.metrics_port = None if self.options.metrics_port is None else self.metrics.serve(self.options.metrics_port)
+
+    def _join(self, *, alone: bool) -> None:
+        if alone:
+            self._consumer.assign(self._identity.partitions())
+            self._consumer.pause(self._identity.partitions())
+        else:
+            self._consumer.subscribe(TOPICS, self._on_rebalance, self._on_rebalance)
+
+    def _on_rebalance(self, partitions: Collection[Partition]) -> None:
+        """Read nothing more before what was staged is decided and the lake was asked where to go on."""
+        self._is_stale = True
+        for partition in set(partitions) & self._consumer.assignment():
+            self._consumer.seek(partition, 0)
+
+    @property
+    def assignment(self) -> set[Partition]:
+        """Partitions that this sink archives, once it knows where to go on."""
+        return set() if self._is_stale else self._consumer.assignment()
+
+    # One round.
+
+    def run_once(self, timeout_s: float | None = None) -> bool:
+        """Read what is there, waiting at most ``timeout_s`` for the first record; True if something was committed.
+
+        Raises:
+            StorageFullError, StoreUnreachableError, LogUnreachableError: for now; the next round starts again from what
+                the lake says.
+            CommitterFencedError: another sink archived the same; likewise.
+            LogMismatchError: log and lake do not belong together; names the ways out.
+        """
+        before = self.num_commits
+        try:
+            if self._is_stale:
+                self._align()
+            polled = self._poll(timeout_s)
+            if not self._is_stale:
+                for partition, messages in polled.items():
+                    self._take(partition, messages)
+                if self._is_due():
+                    self.commit()
+            self._look_around()
+        except OffsetGoneError:
+            # Said by name, with what is lost and the way out, when the positions are compared.
+            self._is_stale = True
+        except BaseException:
+            self._is_stale = True
+            raise
+        return self.num_commits > before
+
+    def _poll(self, timeout_s: float | None) -> dict[Partition, list[Message]]:
+        wait_s = self.options.linger_s if timeout_s is None else timeout_s
+        polled = self._consumer.poll(wait_s, _POLL_RECORDS)
+        if self._is_stale:
+            # Partitions came or went during the poll. What is staged may still be ours to commit: the lake decides.
+            self._consumer.pause(self._consumer.assignment())
+            self.commit()
+        return polled
+
+    def _align(self) -> None:
+        """Go on where the lake says, in every partition that is ours now."""
+        self._first_staged_s = None
+        self._archive.reload()
+        places = self._consumer.assignment()
+        if not places:
+            self._note_assignment(places)
+            return
+        self._identity = identify(self._client)
+        transactions = self._lake.snapshot().transactions
+        generations = check_topics(self._identity, transactions, {place.topic for place in places})
+        self._bases = log_bases(transactions, self._identity.topic_ids)
+        begins, ends = self._consumer.begin_offsets(places), self._consumer.end_offsets(places)
+        starts = {
+            place: self._identity.start(transactions, place, begins[place], ends[place]) for place in sorted(places)
+        }
+        for place, start in starts.items():
+            self._consumer.seek(place, start)
+        for app_id, number in generations.items():
+            self._archive.stage_transaction(app_id, number)
+        self.commit()
+        self._consumer.resume(places)
+        self._note_assignment(places)
+        self._progress.start(starts, ends)
+
+    def _note_assignment(self, places: Collection[Partition]) -> None:
+        self._is_stale = False
+        self.metrics.assign(places)
+        _LOG.info("archives %s", ", ".join(map(str, sorted(places))) or "nothing")
+        if self._upkeep is not None and MAINTAINS not in places:
+            self._upkeep.close()
+            self._upkeep = None
+        elif self._upkeep is None and MAINTAINS in places and self.options.maintenance:
+            self._upkeep = Upkeep(self._lake)
+
+    def _take(self, partition: Partition, messages: list[Message]) -> None:
+        now = time.monotonic()
+        self._last_record_s = now
+        if self._first_staged_s is None:
+            self._first_staged_s = now
+        for fed in feed(self._archive, partition, messages, self._bases, self._blobs):
+            self.metrics.record(partition.topic, fed.outcome.value, fed.num_bytes)
+            self._progress.read(partition, fed.timestamp_ms)
+            if fed.seek_to is not None:
+                self._consumer.seek(partition, fed.seek_to)
+            if self._archive.staged_bytes >= self.options.max_commit_bytes:
+                self.commit()
+
+    def _is_due(self) -> bool:
+        if self._first_staged_s is None:
+            return False
+        now = time.monotonic()
+        return (
+            now - self._last_record_s >= self.options.linger_s
+            or now - self._first_staged_s >= self.options.max_linger_s
+        )
+
+    def commit(self) -> None:
+        """Commit what is staged now."""
+        self._first_staged_s = None
+        if self._archive.commit() is not None:
+            self.num_commits += 1
+            self._progress.committed()
+            if self._upkeep is not None:
+                self._upkeep.after_round(committed=True, version=self._lake.snapshot().version)
+
+    # Beside the rows.
+
+    def _look_around(self) -> None:
+        """Every now and then: alarms about gaps, lag and age, the group's offsets. Nothing here is worth a failure."""
+        now = time.monotonic()
+        if now - self._last_status_s < self.options.status_s or self._is_stale:
+            return
+        self._last_status_s = now
+        snapshot = self._lake.snapshot()
+        gaps = self._archive.gaps()
+        self.metrics.memory(
+            lanes=len(gaps),
+            parked_bytes=self._archive.parked_bytes,
+            staged_bytes=self._archive.staged_bytes,
+            data_files=len(snapshot.files),
+        )
+        places = self._consumer.assignment()
+        try:
+            self._alarms.send(gaps, self._archive.waiting_since)
+            self._progress.report(self._archived(snapshot.transactions, places), self._consumer.end_offsets(places))
+            self._consumer.commit(self._archived(snapshot.transactions, places))
+        except LogError as error:
+            _LOG.info("lag is not known for now: %s", error)
+        if self._upkeep is not None:
+            self._upkeep.after_round(committed=False, version=snapshot.version)
+
+    def _archived(self, transactions: Mapping[str, int], places: Collection[Partition]) -> dict[Partition, int]:
+        """The next offset, by the brokers' count, that is to be archived of each partition."""
+        return {
+            place: max(transactions.get(log_app_id(place), NOTHING) + 1 - self._bases.get(place, 0), 0)
+            for place in places
+        }
+
+    # Many rounds.
+
+    def run(self, stop: threading.Event) -> None:
+        """Archive until ``stop`` is set; errors that pass are waited out. What is staged then is committed.
+
+        Raises:
+            LogMismatchError: log and lake do not belong together; names the ways out.
+            LogError, StoreError: one that does not pass.
+        """
+        pause_s = self.options.retry_s
+        while not stop.is_set():
+            try:
+                self.run_once()
+            except _PASSING as error:
+                self._wait_out(error, pause_s, stop)
+                pause_s = min(2 * pause_s, self.options.max_retry_s)
+            else:
+                pause_s = self.options.retry_s
+        self._finish()
+
+    def _wait_out(self, error: Exception, pause_s: float, stop: threading.Event) -> None:
+        self.metrics.retry(error)
+        if isinstance(error, CommitterFencedError):
+            _LOG.info("another sink archived the same, starting again from the lake: %s", error)
+            return
+        _LOG.warning("the sink waits, nothing is lost: %s", error)
+        stop.wait(pause_s)
+
+    def _finish(self) -> None:
+        if not self._is_stale:
+            try:
+                self.commit()
+            except _PASSING as error:
+                _LOG.warning("the last commit is left to the next sink, nothing is lost: %s", error)
+
+    def drain(self, timeout_s: float = 600.0) -> None:
+        """Archive everything that the log holds now, of the partitions that are ours.
+
+        Raises:
+            LogUnreachableError: not done in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        self._align()
+        ends = self._consumer.end_offsets(self._consumer.assignment())
+        while any(self._position(place) < end for place, end in ends.items()):
+            try:
+                self.run_once()
+            except CommitterFencedError as error:
+                self.metrics.retry(error)
+            if time.monotonic() >= deadline:
+                raise LogUnreachableError(f"expected to archive up to {ends} within {timeout_s} s; run it again")
+        self.commit()
+
+    def _position(self, place: Partition) -> int:
+        """The next offset to read, by the brokers' count, once what lies before is staged or archived."""
+        return NOTHING if self._is_stale else self._consumer.position(place)
+
+    def close(self) -> None:
+        """Leave the group, finish maintenance that runs, and close the connections. Idempotent."""
+        if self._upkeep is not None:
+            self._upkeep.close()
+            self._upkeep = None
+        self._alarms.close()
+        self._consumer.close()
+        self.metrics.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
