@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import TracebackType
 from typing import Final, Self
 
@@ -24,9 +24,12 @@ from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.errors import CommitterFencedError, ConfigError, FlushTimeout, LaneGapError
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
+from rolltape.store.snapshot import Snapshot
 from rolltape.store.tail import Tail
 
+# How often a flush looks at the lake: some microseconds on a disk, a request in an object store.
 _PROOF_POLL_S: Final = 0.002
+_REMOTE_PROOF_POLL_S: Final = 0.02
 _TAKEOVER_POLL_S: Final = 0.25
 _REFRESH_S: Final = 0.05
 
@@ -90,9 +93,19 @@ class EmbeddedLog:
         """Empty: the lake has them."""
         return []
 
+    @property
+    def proof_poll_s(self) -> float:
+        """How long a flush waits between two looks at a mark."""
+        return _PROOF_POLL_S if self.lake.location.is_local else _REMOTE_PROOF_POLL_S
+
     def mark(self, lane: Lane) -> int:
         """Last ``lane_seq`` of a lane that the lake's newest version has, -1 for none."""
-        return self._marks.snapshot().transactions.get(lane.app_id, NOTHING)
+        return self._transactions().get(lane.app_id, NOTHING)
+
+    def _transactions(self) -> Mapping[str, int]:
+        """Marks that are durable: what the committer of this process committed, else what the lake's log says."""
+        own = None if self._host is None or self.lake.location.is_local else self._host.committed()
+        return self._marks.snapshot().transactions if own is None else own.transactions
 
     def notify(self) -> None:
         """Tell a committer in this process that there is something to do."""
@@ -180,6 +193,10 @@ class CommitterHost:
             if self._committer is not None:
                 self._committer.close()
 
+    def committed(self) -> Snapshot | None:
+        """The lake as this process's committer left it; None where another commits."""
+        return None if self._committer is None else self._committer.committed()
+
     def notify(self) -> None:
         """There is something to do."""
         if self._committer is not None:
@@ -256,7 +273,7 @@ class EmbeddedProducer:
             self._log.check_committer()
             if time.monotonic() >= deadline:
                 raise self._late(f"everything sent to be logged within {timeout_s} s, got {len(wanted)} lanes behind")
-            time.sleep(_PROOF_POLL_S)
+            time.sleep(self._log.proof_poll_s)
         self._refresh()
 
     def _late(self, what: str) -> FlushTimeout | LaneGapError:
@@ -271,7 +288,7 @@ class EmbeddedProducer:
             self._log.check_committer()
             if time.monotonic() >= deadline:
                 raise self._late(f"older epochs to be logged within {timeout_s} s, got epochs {older} in the spool")
-            time.sleep(_PROOF_POLL_S)
+            time.sleep(self._log.proof_poll_s)
 
     def close(self) -> None:
         """Sync and seal the spool, and give the producer id back. Idempotent."""

@@ -121,11 +121,15 @@ class Lake:
 
     @property
     def spool_path(self) -> pathlib.Path:
-        """Folder on this machine for what is not in the lake yet: spools and the recent window."""
+        """Folder on this machine for what is not in the lake yet: spools and the recent window.
+
+        For a lake in an object store it lies under ``XDG_STATE_HOME`` (``~/.local/state``), by the table's identity: a
+        lake that was made anew at the same URL never gets what was spooled for its predecessor.
+        """
         if self.location.is_local:
             return self.location.child("spool").local_path()
         state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-        digest = hashlib.sha256(self.location.url.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{self.location.url} {self._snapshot.table_id}".encode()).hexdigest()[:16]
         return pathlib.Path(state).expanduser() / "rolltape" / digest
 
     # Reading
@@ -135,6 +139,10 @@ class Lake:
         with self._lock:
             self._snapshot = self.log.refresh(self._snapshot)
             return self._snapshot
+
+    def known_snapshot(self) -> Snapshot:
+        """The newest version that this handle knows, committed or read; asks nobody."""
+        return self._snapshot
 
     def cursor(self) -> Cursor:
         """The end of the log as archived now."""

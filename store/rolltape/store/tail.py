@@ -22,11 +22,23 @@ from rolltape.store.lake import Lake
 from rolltape.store.row_filter import RowFilter, rows_at, rows_where
 from rolltape.store.snapshot import LANE_TRANSACTION, DataFile, LogCommit, Snapshot, log_ends
 
-# A look for the next version costs some microseconds on a local disk, a request in an object store.
-_LOCAL_POLL_S: Final = 0.003
-_REMOTE_POLL_S: Final = 0.25
-# Once a poll and every so many looks in vain, ask whether the log was cleaned past us.
-_LOOKS_PER_CHECK: Final = 64
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pace:
+    """Seconds between two looks for the next version and between two questions whether the log was cleaned past it.
+
+    Looks are ``quick_s`` apart after a delivery, and ``slow_s`` after a quiet time.
+    """
+
+    quick_s: float
+    slow_s: float
+    check_s: float
+
+
+# A look costs some microseconds on a local disk, a request in an object store.
+_LOCAL: Final = _Pace(quick_s=0.003, slow_s=0.003, check_s=0.2)
+_REMOTE: Final = _Pace(quick_s=0.01, slow_s=0.25, check_s=5.0)
+_SLOWER: Final = 1.25
 _CATCH_UP_ROWS: Final = 65_536
 
 
@@ -70,7 +82,9 @@ class Tail:
         self._lake = lake
         self._topics = None if topics is None else frozenset(topics)
         self._kinds = tuple(KINDS) if kinds is None else tuple(kinds)
-        self._poll_s = _LOCAL_POLL_S if lake.location.is_local else _REMOTE_POLL_S
+        self._pace = _LOCAL if lake.location.is_local else _REMOTE
+        self._pause_s = self._pace.quick_s
+        self._checked_s = float("-inf")
         self._version = self._started_at = -1
         self._catching_up: Iterator[list[Delivery]] = iter(())
         self._start_from(lake.snapshot())
@@ -87,19 +101,27 @@ class Tail:
             VacuumedError: a data file is gone that the newest version names.
         """
         deadline = time.monotonic() + timeout_s
-        looks = 0
         while True:
             deliveries = self._next()
-            if not deliveries and looks % _LOOKS_PER_CHECK == 0 and self._lake.log.cleaned_past(self._version):
+            if not deliveries and self._was_left_behind():
                 self._start_from(self._lake.snapshot())
                 deliveries = self._next()
             if deliveries:
+                self._pause_s = self._pace.quick_s
                 return deliveries
-            looks += 1
             left = deadline - time.monotonic()
             if left <= 0:
                 return []
-            time.sleep(min(left, self._poll_s))
+            time.sleep(min(left, self._pause_s))
+            self._pause_s = min(self._pause_s * _SLOWER, self._pace.slow_s)
+
+    def _was_left_behind(self) -> bool:
+        """Whether the log was cleaned past this tail; asks every now and then."""
+        now_s = time.monotonic()
+        if now_s - self._checked_s < self._pace.check_s:
+            return False
+        self._checked_s = now_s
+        return self._lake.log.cleaned_past(self._version)
 
     def _next(self) -> list[Delivery]:
         """The next deliveries that are there already, or none; from a new snapshot where files were vacuumed."""
