@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Any, Final, cast
 
 import pyarrow as pa
 
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.log import EventLog
+from rolltape.ingest.losses import loss_letter
 from rolltape.ingest.recorder import Recorder
-from rolltape.ingest.refused import ARROW_IPC, JSON_LINE, UNKNOWN_RUN
+from rolltape.ingest.refused import ARROW_IPC, JSON_LINE, UNKNOWN_RUN, dead_letter_batch
 from rolltape.ingest.repairs import Repair, repair_named
 from rolltape.ingest.spool_layout import LOSSES, make_folder, sync_folder
 from rolltape.schema.build import build_batch
-from rolltape.schema.codec import decode
+from rolltape.schema.codec import decode, make_record
 from rolltape.schema.envelope import STAMPED_BY_LOG, STAMPED_BY_RECORDER
-from rolltape.schema.errors import CodecError, ValidationError
+from rolltape.schema.errors import CodecError, ConfigError, ValidationError
 from rolltape.schema.identity import derived_id
 from rolltape.schema.jsonline import from_json_line
+from rolltape.schema.kinds import Topic
 from rolltape.schema.validate import Limits, validate
 from rolltape.store.lake import Lake
 
@@ -244,4 +247,35 @@ def accept_loss(lake: Lake, lane: Lane, through: int) -> None:
     sync_folder(folder)
 
 
-__all__ = ["UNKNOWN_RUN", "DeadLetter", "accept_loss", "list_dead_letters", "read_payload", "redrive"]
+def accept_loss_in_log(log: EventLog, lane: Lane, through: int, *, first: int, timeout_s: float = 60.0) -> str:
+    """Accept that ``lane_seq`` ``first`` to ``through`` of a lane that stands still are lost; returns the event's id.
+
+    For logs that several archive and read (Kafka): the acceptance is an event in the lane's own partition, and whoever
+    reads it closes the gap, at the same place. It must name the gap exactly, as its alarm does; another range is
+    refused as a dead letter. Logged when this returns.
+
+    Raises:
+        FlushTimeout: not proven logged in time; do it again.
+        ConfigError: a range without numbers.
+    """
+    if not 0 <= first <= through:
+        raise ConfigError(f"expected a range of lane_seq such as 4 to 7, got {first} to {through}")
+    letter = loss_letter(lane, first, through)
+    # A producer of its own: operators on two machines do not share a spool.
+    with contextlib.closing(log.producer(f"loss-{letter['event_id']}")) as producer:
+        stamps = {"producer_id": producer.producer_id, "producer_epoch": producer.epoch, "lane_seq": 0}
+        record = make_record(dead_letter_batch([{**letter, **stamps}]), partition=lane.partition)
+        producer.send(replace(record, topic=cast("Topic", lane.topic)))
+        producer.flush("logged", timeout_s)
+    return str(letter["event_id"])
+
+
+__all__ = [
+    "UNKNOWN_RUN",
+    "DeadLetter",
+    "accept_loss",
+    "accept_loss_in_log",
+    "list_dead_letters",
+    "read_payload",
+    "redrive",
+]
