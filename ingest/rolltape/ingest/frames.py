@@ -59,8 +59,7 @@ def _padded(size: int) -> int:
     return (size + 7) & ~7
 
 
-def _pack_headers(record: Record) -> bytes:
-    pairs = record.headers.to_pairs()
+def _pack_headers(record: Record, pairs: list[tuple[str, bytes]]) -> bytes:
     topic, key = record.topic.encode(), record.key.encode()
     parts = [_PLACE.pack(len(topic), record.partition, len(key), len(pairs)), topic, key]
     for name, value in pairs:
@@ -70,10 +69,13 @@ def _pack_headers(record: Record) -> bytes:
     return packed.ljust(_padded(len(packed)), b"\0")
 
 
-def encode_frame(record: Record) -> list[memoryview | bytes]:
-    """The frame of a record as buffers to write one after the other; the value is not copied."""
+def encode_frame(record: Record, pairs: list[tuple[str, bytes]] | None = None) -> list[memoryview | bytes]:
+    """The frame of a record as buffers to write one after the other; the value is not copied.
+
+    ``pairs`` are the record's headers (:meth:`~rolltape.schema.codec.Headers.to_pairs`), where the caller has them.
+    """
     value = memoryview(record.value).cast("B")
-    header = _pack_headers(record)
+    header = _pack_headers(record, record.headers.to_pairs() if pairs is None else pairs)
     value_crc = zlib.crc32(value)
     checked = _CHECKED_HEAD.pack(MAGIC, len(header), len(value), value_crc)
     head = _HEAD.pack(MAGIC, len(header), len(value), zlib.crc32(header, zlib.crc32(checked)), value_crc)

@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from rolltape.ingest.frames import encode_frame
 from rolltape.ingest.lanes import checked_producer_id
@@ -34,6 +34,14 @@ from rolltape.schema.errors import ProducerFencedError
 
 SEGMENT_BYTES: Final = 32 << 20
 _sync_data = getattr(os, "fdatasync", os.fsync)
+
+
+class Appended(NamedTuple):
+    """Where a frame lies in its epoch's spool, and its size."""
+
+    segment: int
+    offset: int
+    num_bytes: int
 
 
 def next_epoch(producer_folder: Path, minimum: int) -> int:
@@ -140,7 +148,15 @@ class SpoolWriter:
         Raises:
             StorageFullError: no room; nothing of the frame stays.
         """
-        buffers = encode_frame(record)
+        return self.append_at(record, record.headers.to_pairs()).num_bytes
+
+    def append_at(self, record: Record, pairs: list[tuple[str, bytes]]) -> Appended:
+        """As :meth:`append`, with the record's headers as pairs; tells where the frame lies.
+
+        Raises:
+            StorageFullError: no room; nothing of the frame stays.
+        """
+        buffers = encode_frame(record, pairs)
         size = sum(len(buffer) for buffer in buffers)
         with self._lock:
             fd = self._open_fd()
@@ -153,9 +169,10 @@ class SpoolWriter:
             except OSError as error:
                 os.ftruncate(self._open_fd(), self._length)
                 raise spool_error(error, self._path) from error
+            appended = Appended(self._segment, self._length, size)
             self._length += size
             self._appended_bytes += size
-        return size
+        return appended
 
     def _write(self, fd: int, buffers: list[memoryview | bytes], size: int) -> None:
         written = os.writev(fd, buffers)

@@ -62,6 +62,16 @@ def _frame_at(data: pa.Buffer, start: int) -> FoundFrame | None:
         return None
 
 
+def _is_cut(data: pa.Buffer, start: int) -> bool:
+    """Whether a frame starts here that ends behind the data."""
+    view = memoryview(data)
+    try:
+        head = parse_head(view[start : start + HEAD_BYTES])
+    except CodecError:
+        return False
+    return start + head.frame_bytes > len(view)
+
+
 def _frame_after(data: pa.Buffer, start: int) -> FoundFrame | None:
     """The next sound frame behind damaged bytes. What the damage took shows up as a gap of its lane."""
     content = data.to_pybytes() if data.size else b""
@@ -72,10 +82,16 @@ def _frame_after(data: pa.Buffer, start: int) -> FoundFrame | None:
     return None
 
 
-def scan_frames(data: pa.Buffer, start: int = 0) -> Iterator[FoundFrame]:
-    """Every whole frame with sound headers, over damaged bytes where sound frames follow."""
+def scan_frames(data: pa.Buffer, start: int = 0, *, is_whole: bool = True) -> Iterator[FoundFrame]:
+    """Every whole frame with sound headers, over damaged bytes where sound frames follow.
+
+    Where the data is only a part of what is there (not ``is_whole``), a frame that is cut at its end is left for the
+    next look, and not searched for others.
+    """
     while start + HEAD_BYTES <= data.size:
-        found = _frame_at(data, start) or _frame_after(data, start)
+        found = _frame_at(data, start)
+        if found is None and (is_whole or not _is_cut(data, start)):
+            found = _frame_after(data, start)
         if found is None:
             return
         yield found
@@ -139,7 +155,8 @@ class EpochReader:
             for size in dict.fromkeys((min(available, _CHUNK_BYTES), available)):
                 if size < HEAD_BYTES:
                     break
-                frames = list(scan_frames(pa.py_buffer(os.pread(fd, size, self._read.offset))))
+                data = pa.py_buffer(os.pread(fd, size, self._read.offset))
+                frames = list(scan_frames(data, is_whole=size == available))
                 if frames:
                     return frames
             if not sealed:
@@ -177,6 +194,23 @@ class EpochReader:
         for number in [number for number in self._segments if number < place.segment]:
             (self._folder / segment_name(number)).unlink(missing_ok=True)
             self._segments.remove(number)
+
+    def skip(self, start: Place, end: Place) -> bool:
+        """Go on behind a frame that the caller has in memory, if it is the next one; tells whether it was."""
+        segment, offset = self._read
+        follows = start == self._read or (start == Place(segment + 1, 0) and self._is_at_end(segment, offset))
+        if follows:
+            self._read = end
+        return follows
+
+    def _is_at_end(self, segment: int, offset: int) -> bool:
+        """Whether the reader is behind the last frame of a sealed segment (or before the first of all)."""
+        if segment < 0:
+            return True
+        try:
+            return (self._folder / segment_name(segment)).stat().st_size == offset
+        except FileNotFoundError:
+            return True
 
     def rewind(self) -> None:
         """Read again from the last confirmed place."""

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from rolltape.ingest.kafka.client import record_bytes
-from rolltape.ingest.kafka.sender import Route, Sender
+from rolltape.ingest.kafka.client import Headers, record_bytes
+from rolltape.ingest.kafka.sender import Route, Sender, too_large
 from rolltape.ingest.kafka.versions import newest_registered_epoch
 from rolltape.ingest.kafka.wire import to_message
 from rolltape.ingest.lanes import NOTHING, Lane, checked_producer_id, newest_epoch
@@ -66,23 +66,20 @@ class KafkaProducer:
             StorageFullError: no room; the record was not taken, the same one may be sent again.
             RecordTooLargeError: above what its topic takes, and no lake to keep its payload beside; not taken.
         """
-        self._check_size(record)
-        num_bytes = self._writer.append(record)
+        pairs = record.headers.to_pairs()
+        self._check_size(record, pairs)
         lane = Lane(self.producer_id, self.epoch, record.topic, record.partition)
         with self._lock:
+            place = self._writer.append_at(record, pairs)
             self._sent[lane] = max(record.headers.last_lane_seq, self._sent.get(lane, NOTHING))
-            self._sent_bytes += num_bytes
-        self._sender.wake()
+            self._sent_bytes += place.num_bytes
+            self._sender.hand_over(record, pairs, place)
 
-    def _check_size(self, record: Record) -> None:
+    def _check_size(self, record: Record, pairs: Headers) -> None:
         limit = self._log.max_message_bytes(record.topic)
-        if self._log.blobs is None and record.num_bytes > limit // 2:
-            num_bytes = record_bytes(*to_message(record))
-            if num_bytes > limit:
-                raise RecordTooLargeError(
-                    f"expected a record of at most {limit} bytes for topic {record.topic}, got {num_bytes}; open the "
-                    "log with a lake (kafka://…?lake=URL): payloads that are too large are kept beside it"
-                )
+        suspect = self._log.blobs is None and record.num_bytes > limit // 2
+        if suspect and record_bytes(*to_message(record, pairs)) > limit:
+            raise too_large(record, limit)
 
     def acknowledged(self, partition: Partition) -> int:
         """Last ``lane_seq`` that the brokers acknowledged, -1 for none."""

@@ -1,8 +1,12 @@
-"""The thread that brings a producer's spool to the brokers: in order, older epochs first, until they have everything.
+"""Bringing a producer's spool to the brokers: in order, older epochs first, until they have everything.
 
 Whatever fails is sent again from the oldest place of the spool that is not acknowledged, through a new connection: the
 lanes' numbers make a repeat harmless, so nothing here needs to know what became of a record whose answer was lost.
 Nothing is ever dropped: a record that the brokers will not take stops the sender, which says so until it can go on.
+
+A record that was just spooled is sent by the thread that spooled it, from memory, where nothing stands before it. A
+thread does the rest: it takes acknowledgements, reads from the spool what is not in memory any more, and starts again
+after failures.
 """
 
 from __future__ import annotations
@@ -18,20 +22,22 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from rolltape.ingest.kafka.blobs import BlobStore
-from rolltape.ingest.kafka.client import BrokerProducer, KafkaClient, Pending, record_bytes
+from rolltape.ingest.kafka.client import BrokerProducer, Headers, KafkaClient, Pending, record_bytes
 from rolltape.ingest.kafka.topics import MAX_MESSAGE_BYTES
 from rolltape.ingest.kafka.versions import (
     PRODUCERS_PARTITION,
     VERSIONS_PARTITION,
-    Keyed,
     VersionKeys,
     epoch_message,
 )
-from rolltape.ingest.kafka.wire import Outgoing, to_claim, to_message
+from rolltape.ingest.kafka.wire import DAMAGED, Outgoing, to_claim, to_message
 from rolltape.ingest.lanes import NOTHING, Lane
-from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader, SpooledRecord
+from rolltape.ingest.spool import Appended
+from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
+from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
+    LogAuthenticationError,
     LogError,
     LogUnreachableError,
     RecordTooLargeError,
@@ -40,6 +46,7 @@ from rolltape.schema.errors import (
 
 _READ_BYTES: Final = 8 << 20
 _IDLE_S: Final = 0.25
+_RESCAN_S: Final = 0.05
 _ATTEMPT_S: Final = 5.0
 _FIRST_BACKOFF_S: Final = 0.05
 _LAST_BACKOFF_S: Final = 2.0
@@ -47,12 +54,25 @@ _MIN_ROOM: Final = 64 << 10
 _LOG: Final = logging.getLogger(__name__)
 
 
-class _InFlight(NamedTuple):
-    """A spooled record and what of it is on its way."""
+class _Spooled(NamedTuple):
+    """A record to send: from memory or from the spool, and where it lies there."""
 
     epoch: EpochReader
-    spooled: SpooledRecord
+    record: Record
+    pairs: Headers
+    start: Place
+    end: Place
+    num_bytes: int
+
+
+class _InFlight(NamedTuple):
+    """What of a record is on its way, and what its acknowledgement proves."""
+
+    epoch: EpochReader
+    end: Place
+    num_bytes: int
     lane: Lane
+    last_lane_seq: int
     pending: tuple[Pending, ...]
 
 
@@ -74,7 +94,7 @@ class Route:
 
 
 class Sender:
-    """Sends what lies in one producer's folder. Its methods may be called by any thread."""
+    """Sends what lies in one producer's folder. Threads may share it."""
 
     def __init__(self, route: Route, producer_folder: Path, epoch: int) -> None:
         """Start the thread; ``epoch`` is the one that is being written."""
@@ -82,15 +102,25 @@ class Sender:
         config = route.client.config
         # The thread tries again by itself, and must be able to end in time.
         self._client = KafkaClient(replace(config, bootstrap_timeout_s=min(config.bootstrap_timeout_s, _ATTEMPT_S)))
+        self._room = config.max_in_flight_bytes
         self._epoch = epoch
         self._reader = ProducerReader(producer_folder)
+        self._current = next(reader for reader in self._reader.epochs() if reader.epoch == epoch)
         self._broker: BrokerProducer | None = None
         self._versions = VersionKeys(self._client)
-        self._ready: deque[tuple[EpochReader, SpooledRecord]] = deque()
-        self._in_flight: deque[_InFlight] = deque()
-        self._in_flight_bytes = 0
         self._limits: dict[str, int] = {}
         self._announced = False
+        # Handed over from memory: appended by those who spool (one at a time), taken under the lock.
+        self._handed: deque[_Spooled] = deque()
+        self._handed_bytes = self._taken_bytes = 0
+        # What comes next and what is on its way: under the lock.
+        self._lock = threading.Lock()
+        self._ready: deque[_Spooled] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight_bytes = 0
+        self._failed: Exception | None = None
+        self._rescanned = 0.0
+        # What others see.
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -101,7 +131,7 @@ class Sender:
         self._thread = threading.Thread(target=self._run, name=f"rolltape-sender-{producer_folder.name}", daemon=True)
         self._thread.start()
 
-    # What others see.
+    # What others see and do.
 
     @property
     def confirmed_bytes(self) -> int:
@@ -122,14 +152,33 @@ class Sender:
         """Last ``lane_seq`` of a lane that the brokers acknowledged, -1 for none."""
         return self._marks.get(lane, NOTHING)
 
-    def wake(self) -> None:
-        """There is something to send."""
-        self._wake.set()
+    def hand_over(self, record: Record, pairs: Headers, place: Appended) -> None:
+        """Tell of a record that was just spooled at ``place``; by one thread at a time, in the spool's order.
 
-    def wait(self, timeout_s: float) -> None:
-        """Return after the next acknowledgement or error, at the latest after ``timeout_s``."""
-        with self._changed:
-            self._changed.wait(timeout_s)
+        It is sent at once where that is possible. Where the brokers are behind, only the spool keeps it.
+        """
+        if self._handed_bytes - self._taken_bytes < self._room:
+            start = Place(place.segment, place.offset)
+            end = Place(place.segment, place.offset + place.num_bytes)
+            self._handed.append(_Spooled(self._current, record, pairs, start, end, place.num_bytes))
+            self._handed_bytes += place.num_bytes
+        if not self._lock.acquire(blocking=False):
+            self._wake.set()
+            return
+        try:
+            if self._is_quiet() and self._stage_handed():
+                self._send_ready(may_claim=False)
+        except (RolltapeError, OSError) as error:
+            self._failed = error
+        finally:
+            self._lock.release()
+        if self._ready or self._handed or self._failed is not None:
+            self._wake.set()
+
+    def _is_quiet(self) -> bool:
+        """Whether nothing stands before what was handed over but what is on its way."""
+        standing = self._broker is None or self._failed is not None or self._error is not None
+        return not (standing or self._ready or self._older_epochs or self._stop.is_set())
 
     def wait_until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until ``condition`` holds or the monotonic clock reads ``deadline``; whether it held."""
@@ -150,9 +199,7 @@ class Sender:
     def forget_drained(self) -> None:
         """Delete what the brokers have whole, once the thread ended and the epoch was sealed."""
         self._reader.rescan()
-        if not self._in_flight and not self._ready:
-            for reader in self._reader.epochs():
-                reader.confirm(reader.place)
+        self._confirm_all_read()
         self._reader.forget_drained()
         self._reader.close()
 
@@ -163,9 +210,11 @@ class Sender:
         while not self._stop.is_set():
             self._wake.clear()
             try:
-                progress = self._round()
+                with self._lock:
+                    progress = self._round()
             except (RolltapeError, OSError) as error:
-                self._fail(error)
+                with self._lock:
+                    self._fail(error)
                 self._stop.wait(backoff_s)
                 backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
                 continue
@@ -180,9 +229,28 @@ class Sender:
         Raises:
             LogError, StoreError, OSError: something failed; everything after it is to be sent again.
         """
+        if self._failed is not None:
+            raise self._failed
         acknowledged = self._reap()
-        self._fill()
+        if self._broker is None:
+            self._broker = self._connected()
+            if isinstance(self._error, (LogAuthenticationError, LogUnreachableError)):
+                self._error = None
+        self._rescan()
+        self._send_ready(may_claim=True)
+        while not self._stop.is_set() and not self._ready and self._stage():
+            self._send_ready(may_claim=True)
+        if not self._ready and not self._in_flight:
+            self._look_at_older_epochs()
         return acknowledged
+
+    def _rescan(self) -> None:
+        now = time.monotonic()
+        if self._older_epochs or now - self._rescanned > _RESCAN_S:
+            self._rescanned = now
+            self._reader.rescan()
+
+    # Acknowledgements.
 
     def _reap(self) -> bool:
         confirmed: dict[EpochReader, Place] = {}
@@ -193,17 +261,15 @@ class Sender:
             if failed is not None:
                 break
             self._in_flight.popleft()
-            self._in_flight_bytes -= first.spooled.num_bytes
-            segment, offset = first.spooled.place
-            confirmed[first.epoch] = Place(segment, offset + first.spooled.num_bytes)
-            self._marks[first.lane] = first.spooled.record.headers.last_lane_seq
-            if first.epoch.epoch == self._epoch:
-                self._confirmed_bytes += first.spooled.num_bytes
+            self._in_flight_bytes -= first.num_bytes
+            confirmed[first.epoch] = first.end
+            self._marks[first.lane] = first.last_lane_seq
+            if first.epoch is self._current:
+                self._confirmed_bytes += first.num_bytes
         for reader, place in confirmed.items():
             reader.confirm(place)
         if confirmed:
             self._error = None
-            self._look_at_older_epochs()
             self._tell()
         if failed is not None:
             self._learn_limit(failed)
@@ -211,68 +277,99 @@ class Sender:
         return bool(confirmed)
 
     def _look_at_older_epochs(self) -> None:
+        """Older epochs go once nothing of them is on its way."""
         if self._older_epochs:
+            self._confirm_all_read()
             self._reader.forget_drained()
             self._older_epochs = [reader.epoch for reader in self._reader.epochs() if reader.epoch < self._epoch]
+            self._tell()
+
+    def _confirm_all_read(self) -> None:
+        """What was read and is not on its way is acknowledged, up to the place where the reader stands."""
+        if not self._in_flight and not self._ready:
+            for reader in self._reader.epochs():
+                reader.confirm(reader.place)
 
     def _tell(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
-    def _fill(self) -> None:
-        room = self._client.config.max_in_flight_bytes
-        while not self._stop.is_set():
-            if not self._ready:
-                self._reader.rescan()
-                left = room - self._in_flight_bytes
-                if left < min(_MIN_ROOM, room) and self._in_flight:
-                    return
-                self._ready.extend(self._reader.read(min(left, _READ_BYTES)))
-                if not self._ready:
-                    self._look_at_empty_epochs()
-                    return
-            epoch, spooled = self._ready[0]
-            if self._in_flight and self._in_flight_bytes + spooled.num_bytes > room:
+    # Sending.
+
+    def _stage(self) -> bool:
+        """Find what is to be sent next, in memory or in the spool; whether there is something."""
+        if not self._older_epochs and self._stage_handed():
+            return True
+        left = self._room - self._in_flight_bytes
+        if self._in_flight and left < min(_MIN_ROOM, self._room):
+            return False
+        for epoch, spooled in self._reader.read(min(max(left, 1), _READ_BYTES)):
+            record, place = spooled.record, spooled.place
+            pairs = record.headers.to_pairs()
+            if not spooled.intact:
+                pairs.append((DAMAGED, b"1"))
+            end = Place(place.segment, place.offset + spooled.num_bytes)
+            self._ready.append(_Spooled(epoch, record, pairs, place, end, spooled.num_bytes))
+        return bool(self._ready)
+
+    def _stage_handed(self) -> bool:
+        """Take what was handed over, as far as it is next in the spool."""
+        while self._handed:
+            first = self._handed[0]
+            is_next = self._current.skip(first.start, first.end)
+            if not is_next and first.start >= self._current.place:
+                break
+            # Next, or read from the spool meanwhile.
+            self._handed.popleft()
+            self._taken_bytes += first.num_bytes
+            if is_next:
+                self._ready.append(first)
+        return bool(self._ready)
+
+    def _send_ready(self, *, may_claim: bool) -> None:
+        while self._ready and not self._stop.is_set():
+            first = self._ready[0]
+            if self._in_flight and self._in_flight_bytes + first.num_bytes > self._room:
                 return
-            self._send(epoch, spooled)
+            if not may_claim and (first.record.topic == "weights" or self._is_claim(first)):
+                return
+            self._send(first)
             self._ready.popleft()
 
-    def _look_at_empty_epochs(self) -> None:
-        """An older epoch without a record has nothing to be acknowledged; it goes once nothing of it is on its way."""
-        if self._older_epochs and not self._in_flight:
-            for reader in self._reader.epochs():
-                reader.confirm(reader.place)
-            before = self._older_epochs
-            self._look_at_older_epochs()
-            if before != self._older_epochs:
-                self._tell()
+    def _send(self, item: _Spooled) -> None:
+        assert self._broker is not None
+        record = item.record
+        message = self._message(item)
+        pending = [self._broker.send(Partition(record.topic, record.partition), *message)]
+        if record.topic == "weights" and (DAMAGED, b"1") not in item.pairs:
+            pending += [self._broker.send(VERSIONS_PARTITION, *keyed) for keyed in self._versions.messages(record)]
+        headers = record.headers
+        lane = Lane(headers.producer_id, headers.producer_epoch, record.topic, record.partition)
+        self._in_flight.append(
+            _InFlight(item.epoch, item.end, item.num_bytes, lane, headers.last_lane_seq, tuple(pending))
+        )
+        self._in_flight_bytes += item.num_bytes
 
-    def _send(self, epoch: EpochReader, spooled: SpooledRecord) -> None:
-        broker = self._connection()
-        record = spooled.record
-        messages = [(Partition(record.topic, record.partition), self._message(spooled))]
-        keyed: list[Keyed] = self._versions.messages(record) if record.topic == "weights" and spooled.intact else []
-        pending = [broker.send(partition, *message) for partition, message in messages]
-        pending += [broker.send(VERSIONS_PARTITION, *message) for message in keyed]
-        lane = Lane(record.headers.producer_id, record.headers.producer_epoch, record.topic, record.partition)
-        self._in_flight.append(_InFlight(epoch, spooled, lane, tuple(pending)))
-        self._in_flight_bytes += spooled.num_bytes
+    # Sizes.
 
-    def _message(self, spooled: SpooledRecord) -> Outgoing:
+    def _is_claim(self, item: _Spooled) -> bool:
+        """Whether the payload is to lie beside the lake: beyond what is configured, or what the topic takes."""
+        num_bytes = item.record.num_bytes
+        if num_bytes > self._client.config.claim_check_bytes and self._route.blobs is not None:
+            return True
+        limit = self._limit(item.record.topic)
+        # The frame in the spool holds the same headers, key and value, with more around them than the brokers need.
+        return item.num_bytes > limit - _MIN_ROOM and record_bytes(*to_message(item.record, item.pairs)) > limit
+
+    def _message(self, item: _Spooled) -> Outgoing:
         """The message of a record: with its payload, or with a claim check where it is too large."""
-        record = spooled.record
-        message = to_message(record, intact=spooled.intact)
+        record = item.record
+        if not self._is_claim(item):
+            return to_message(record, item.pairs)
         limit = self._limit(record.topic)
-        num_bytes = record_bytes(*message)
-        claimed = record.num_bytes > self._client.config.claim_check_bytes and self._route.blobs is not None
-        if num_bytes <= limit and not claimed:
-            return message
         if self._route.blobs is None:
-            raise RecordTooLargeError(
-                f"expected a record of at most {limit} bytes for topic {record.topic}, got one of {num_bytes}; open "
-                "the log with a lake (kafka://…?lake=URL): payloads that are too large are kept beside it"
-            )
-        claim = to_claim(record, *self._route.blobs.put(record.value))
+            raise too_large(record, limit)
+        claim = to_claim(record, item.pairs, *self._route.blobs.put(record.value))
         if record_bytes(*claim) > limit:
             raise RecordTooLargeError(
                 f"expected headers of a record to fit the {limit} bytes that topic {record.topic} takes, got "
@@ -287,33 +384,39 @@ class Sender:
         """The brokers found a record too large: their limit is lower than we thought."""
         if not isinstance(error, RecordTooLargeError):
             return
-        record = self._in_flight[0].spooled.record
-        size = record_bytes(*to_message(record))
+        first = self._in_flight[0]
         with contextlib.suppress(LogError):
             self._route.refresh()
-        if size <= self._limit(record.topic):
-            self._limits[record.topic] = size - 1
+        if first.num_bytes <= self._limit(first.lane.topic):
+            self._limits[first.lane.topic] = first.num_bytes // 2
 
-    def _connection(self) -> BrokerProducer:
-        if self._broker is None:
-            self._broker = self._client.producer(max_record_bytes=MAX_MESSAGE_BYTES, on_done=self._wake.set)
+    # Connections.
+
+    def _connected(self) -> BrokerProducer:
+        broker = self._client.producer(max_record_bytes=MAX_MESSAGE_BYTES, on_done=self._wake.set)
+        try:
             if not self._announced:
-                announced = self._broker.send(
-                    PRODUCERS_PARTITION, *epoch_message(self._reader.producer_id, self._epoch)
-                )
-                self._broker.flush(self._client.config.delivery_timeout_s)
-                error = announced.error()
-                if error is not None:
-                    raise error
-                if not announced.done():
-                    raise LogUnreachableError("expected the brokers to take the producer's epoch, got no answer")
-                self._announced = True
-        return self._broker
+                self._announce(broker)
+        except BaseException:
+            broker.close(0.0)
+            raise
+        return broker
+
+    def _announce(self, broker: BrokerProducer) -> None:
+        """Make the epoch known before its first record: who takes over this id elsewhere starts above it."""
+        pending = broker.send(PRODUCERS_PARTITION, *epoch_message(self._reader.producer_id, self._epoch))
+        broker.flush(self._client.config.delivery_timeout_s)
+        error = pending.error()
+        if error is not None:
+            raise error
+        if not pending.done():
+            raise LogUnreachableError("expected the brokers to take the producer's epoch, got no answer")
+        self._announced = True
 
     def _fail(self, error: Exception) -> None:
         if type(error) is not type(self._error):
             _LOG.warning("producer %s: sending again from the spool after: %s", self._reader.producer_id, error)
-        self._error = error
+        self._error, self._failed = error, None
         self._drop_connection()
         self._in_flight.clear()
         self._in_flight_bytes = 0
@@ -326,3 +429,11 @@ class Sender:
         if self._broker is not None:
             self._broker.close(0.0)
             self._broker = None
+
+
+def too_large(record: Record, limit: int) -> RecordTooLargeError:
+    """The error of a record that its topic does not take, and that has no lake to lie beside."""
+    return RecordTooLargeError(
+        f"expected a record of at most {limit} bytes for topic {record.topic}, got a payload of {record.num_bytes}; "
+        "open the log with a lake (kafka://…?lake=URL): payloads that are too large are kept beside it"
+    )

@@ -22,6 +22,7 @@ from rolltape.schema.reasons import BLOB_MISMATCH, BLOB_MISSING, FOREIGN_MESSAGE
 BLOB_DIGEST: Final = "rt-blob-sha256"
 BLOB_BYTES: Final = "rt-blob-bytes"
 DAMAGED: Final = "rt-damaged"
+"""Header of a record that was damaged on its producer's disk: its bytes are not what was recorded."""
 
 
 class Blobs(Protocol):
@@ -64,17 +65,16 @@ class Unresolved:
     detail: str
 
 
-def to_message(record: Record, *, intact: bool = True) -> Outgoing:
-    """The message of a record that carries its own payload; one that is not ``intact`` says so of itself."""
+def to_message(record: Record, pairs: Pairs | None = None) -> Outgoing:
+    """The message of a record that carries its own payload; ``pairs`` are its headers where the caller has them."""
     value = record.value if isinstance(record.value, bytes) else memoryview(record.value).cast("B")
-    pairs = record.headers.to_pairs()
-    return Outgoing(record.key.encode(), value, pairs if intact else [*pairs, (DAMAGED, b"1")])
+    return Outgoing(record.key.encode(), value, record.headers.to_pairs() if pairs is None else pairs)
 
 
-def to_claim(record: Record, sha256: str, num_bytes: int) -> Outgoing:
-    """The message of a record whose payload lies beside the lake under ``sha256``."""
-    pairs = [*record.headers.to_pairs(), (BLOB_DIGEST, sha256.encode()), (BLOB_BYTES, b"%d" % num_bytes)]
-    return Outgoing(record.key.encode(), b"", pairs)
+def to_claim(record: Record, pairs: Pairs, sha256: str, num_bytes: int) -> Outgoing:
+    """The message of a record with headers ``pairs`` whose payload lies beside the lake under ``sha256``."""
+    claim = [(BLOB_DIGEST, sha256.encode()), (BLOB_BYTES, b"%d" % num_bytes)]
+    return Outgoing(record.key.encode(), b"", [*pairs, *claim])
 
 
 def claim_of(headers: Pairs) -> tuple[str, int] | None:
