@@ -49,9 +49,14 @@ class EnvironmentSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSection:
-    """How rollouts are sampled."""
+    """How rollouts are sampled.
+
+    ``max_lead_steps`` 0 is lock step: the rollouts of a step are sampled by the version that the one before made. Above
+    0 workers run ahead, by so many steps' worth of groups at most, and the trainer takes groups as they complete.
+    """
 
     num_workers: int = 1
+    max_lead_steps: int = 0
     groups_per_step: int = 16
     group_size: int = 16
     temperature: float = 1.0
@@ -65,6 +70,8 @@ class RolloutSection:
         for name in ("num_workers", "groups_per_step", "group_size", "max_tokens", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"rollout.{name}: expected 1 or more, got {getattr(self, name)}")
+        if self.max_lead_steps < 0:
+            raise ConfigError(f"rollout.max_lead_steps: expected 0 or more, got {self.max_lead_steps}")
         if not self.temperature > 0:
             raise ConfigError(f"rollout.temperature: expected more than 0 for training, got {self.temperature}")
         if not 0 < self.top_p <= 1:

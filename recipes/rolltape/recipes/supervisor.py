@@ -1,7 +1,7 @@
 """Starting a run's processes on one machine, and starting again those that die.
 
-A committer, a trainer and rollout workers are separate processes that share nothing but the lake. Whatever dies comes
-back and continues from the tape, so a supervisor needs no knowledge of what they do.
+A committer or sink, a trainer and rollout workers are separate processes that share nothing but the lake and the log.
+Whatever dies comes back and continues from the tape, so a supervisor needs no knowledge of what they do.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Child:
 class Supervisor:
     """Runs children until the last of those that end by themselves has ended.
 
-    ``services`` (the committer) never end by themselves and are stopped last.
+    ``services`` (the committer, or the sink of a Kafka log) never end by themselves and are stopped last.
     """
 
     services: list[Child]
@@ -96,7 +96,7 @@ class Supervisor:
                     child.start()
             while not all(child.done for child in self.workers):
                 on_tick()
-                self._look_after()
+                self.look_after()
                 time.sleep(tick_s)
             on_tick()
         finally:
@@ -107,7 +107,12 @@ class Supervisor:
         for child in (*self.workers, *self.services):
             child.stop()
 
-    def _look_after(self) -> None:
+    def look_after(self) -> None:
+        """Start again what died.
+
+        Raises:
+            ChildFailedError: a process died more than ``max_restarts`` times.
+        """
         for child in (*self.services, *self.workers):
             if child.done or child.process is None:
                 continue
@@ -126,12 +131,17 @@ class Supervisor:
             child.start()
 
 
-def children_of(lake_url: str, run_id: str, num_workers: int, log_folder: Path) -> tuple[list[Child], list[Child]]:
-    """The services and workers of a run."""
+def children_of(
+    lake_url: str, run_id: str, num_workers: int, log_folder: Path, *, log_url: str = ""
+) -> tuple[list[Child], list[Child]]:
+    """The services and workers of a run; with ``log_url`` (Kafka) a sink archives it, else a committer the spools."""
 
     def child(name: str, *arguments: str) -> Child:
         return Child(name=name, arguments=list(arguments), log_path=log_folder / f"{name}.log", environment={})
 
-    run = ("--lake", lake_url, "--run", run_id)
+    log = ("--log", log_url) if log_url else ()
+    lake = ("--lake", lake_url)
+    run = (*lake, *log, "--run", run_id)
+    service = child("sink", "sink", *lake, *log) if log_url else child("committer", "committer", *lake)
     workers = [child(f"worker-{i}", "worker", *run, "--index", str(i)) for i in range(num_workers)]
-    return [child("committer", "committer", "--lake", lake_url)], [child("trainer", "trainer", *run), *workers]
+    return [service], [child("trainer", "trainer", *run), *workers]

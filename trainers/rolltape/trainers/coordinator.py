@@ -184,7 +184,7 @@ class Rollover:
     for the next. At most ``max_waiting`` are published beyond the newest that serves.
     """
 
-    def __init__(self, coordinator: Coordinator, max_waiting: int) -> None:
+    def __init__(self, coordinator: Coordinator, max_waiting: int = 1) -> None:
         self._coordinator = coordinator
         self._max_waiting = max_waiting
         self._waiting: list[PolicyVersion] = []  # newest first

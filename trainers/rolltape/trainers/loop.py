@@ -164,7 +164,7 @@ class Trainer:
         finished = _is_final(history)
         self.coordinator.bring_into_effect(self._version())
         if self.job.max_lead_steps:
-            self.rollover = Rollover(self.coordinator, self.job.max_lead_steps)
+            self.rollover = Rollover(self.coordinator)
         source = open_source(self.lake, self.log, self.job, history, self.rollover, self.live_versions)
         try:
             while not finished and self.progress.step < self.config.max_steps:

@@ -16,6 +16,16 @@ def add_lake(parser: argparse.ArgumentParser, *, default: str | None = None) -> 
     )
 
 
+def add_log(parser: argparse.ArgumentParser) -> None:
+    """``--log``: the Kafka log that a run goes through."""
+    parser.add_argument(
+        "--log",
+        default="",
+        metavar="URL",
+        help="kafka://host1:9092,host2:9092/PREFIX (default: the lake itself is the log)",
+    )
+
+
 def add_run(parser: argparse.ArgumentParser) -> None:
     """``--run``: a run of the lake."""
     parser.add_argument("--run", metavar="ID", default="", help="run id (default: the only run that trained)")
