@@ -7,17 +7,19 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from rolltape.recipes.config import RunConfig
 from rolltape.recipes.output import print_rows, say
+from rolltape.recipes.runs import run as run_to_end
 from rolltape.recipes.tamper import flip_one_log_prob_bit
+from rolltape.recipes.twin import bits_of, first_difference, shortened
 from rolltape.store.lake import Lake
 
 MIN_EXACT = 0.9
 MAX_DELTA = 1e-4
 MIN_CONTROL_DELTA = 0.1
+MAX_TWIN_STEPS = 20
 
 _HARDEST = """
     select problem_id, count(*) as rollouts, round(avg(reward), 3) as mean_reward
@@ -165,9 +167,10 @@ def check_replay(lake: Lake, config: RunConfig, checks: Checks, *, late: bool) -
     return int(step)
 
 
-def check_tampering(lake: Lake, config: RunConfig, step: int, folder: Path, checks: Checks) -> None:
-    """A copy of the tape with one log-prob bit flipped must be refused, by name."""
-    copy, trajectory = flip_one_log_prob_bit(lake, config.run_id, step, folder)
+def check_tampering(lake: Lake, config: RunConfig, step: int, checks: Checks) -> None:
+    """A copy of the tape beside it, with one log-prob bit flipped, must be refused, by name."""
+    target = lake.location.parent().child(f"{lake.location.name}-tampered")
+    copy, trajectory = flip_one_log_prob_bit(lake, config.run_id, step, target)
     done = _rolltape("replay", "--lake", copy.location.url, "--run", config.run_id, "--step", str(step))
     named = trajectory in done.stderr and "rollout_log_probs" in done.stderr
     say(f"tampered copy: {done.stderr.strip()}", tampered=done.stderr.strip())
@@ -175,6 +178,36 @@ def check_tampering(lake: Lake, config: RunConfig, step: int, folder: Path, chec
         "a copy with one log-prob bit flipped is refused, trajectory and tensor named",
         done.returncode != 0 and named,
         trajectory,
+    )
+
+
+def check_same_as_embedded(lake: Lake, config: RunConfig, checks: Checks) -> None:
+    """The first steps again without a broker, in a lake beside this one: equal to the bit."""
+    num_steps = min(config.trainer.max_steps, MAX_TWIN_STEPS)
+    place = lake.location.parent().child(f"{lake.location.name}-embedded")
+    say(f"the first {num_steps} steps again over the embedded log, in {place.url}", lake=place.url)
+    run_to_end(place.url, shortened(config, num_steps))
+    ours, theirs = bits_of(lake, config.run_id), bits_of(Lake.open(place, read_only=True), config.run_id)
+    both = sorted(ours.keys() & theirs.keys())
+    difference = first_difference(ours, theirs)
+    shown = {step: ours[step] for step in both}
+    print_rows(
+        [
+            {
+                "step": step,
+                "batch_digest": bits["batch_digest"],
+                "weights_digest": bits["weights_digest"],
+                "loss_bits": bits["loss_bits"],
+                "equal": bits == theirs[step],
+            }
+            for step, bits in shown.items()
+        ],
+        title="steps through the broker, and whether the embedded log gives the same",
+    )
+    checks.check(
+        f"steps 1 to {num_steps} are equal to the bit over both logs: batches, losses, gradients, weights, metrics",
+        len(both) == num_steps and difference is None,
+        difference or f"{len(both)} steps, {sum(len(ours[step]) for step in both)} values",
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,14 +16,14 @@ from rolltape.store.transaction_log import Actions
 from rolltape.trainers.history import RunHistory
 
 
-def flip_one_log_prob_bit(lake: Lake, run_id: str, step: int, folder: Path) -> tuple[Lake, str]:
-    """Copy a local lake to ``folder`` and flip the lowest bit of one log-prob that ``step`` trained.
+def flip_one_log_prob_bit(lake: Lake, run_id: str, step: int, target: Location) -> tuple[Lake, str]:
+    """Copy a lake to ``target`` and flip the lowest bit of one log-prob that ``step`` trained.
 
     Returns the damaged copy and the trajectory that was damaged.
     """
     trajectory = _trained_trajectory(lake, run_id, step)
-    shutil.copytree(lake.location.local_path(), folder, ignore=shutil.ignore_patterns("spool", "weights"))
-    copy = Lake.open(Location.parse(str(folder)))
+    lake.location.copy_to(target, without=("spool", "weights", "blobs"))
+    copy = Lake.open(target)
     for file in copy.snapshot().files_of("action_sampled", trajectory_ids=[trajectory]):
         table = copy.read_files([file], "action_sampled")
         ids = table["trajectory_id"].to_pylist()
