@@ -388,7 +388,7 @@ class Archive:
         }
         commit = self._target.append(self._rows.tables(), moved, known) if moved else None
         self._marks.update(staged.marks)
-        self._offsets.update(offsets)
+        self._offsets.update({partition: offset for partition, offset in offsets.items() if offset != NOTHING})
         if staged.transactions:
             self._transactions = {**self._transactions, **staged.transactions}
         self._staged = _Staged()
