@@ -142,9 +142,11 @@ class Stage:
 
     def lake(self) -> Lake:
         """A fresh handle on the lake, to read it."""
+        return Lake.open(self._location(), read_only=True)
+
+    def _location(self) -> Location:
         options = self.place.environment if self.place.direct is None else self.place.direct
-        location = Location.parse(self.place.url, dict(options) or None)
-        return Lake.open(location, read_only=True)
+        return Location.parse(self.place.url, dict(options) or None)
 
     # Processes
 
@@ -156,7 +158,8 @@ class Stage:
         return Child(name, [sys.executable, "-m", *arguments], self.folder / "logs" / f"{name}.log", given)
 
     def create_topics(self) -> None:
-        """Make this row's topics, with :data:`NUM_PARTITIONS` partitions for rollouts."""
+        """Make this row's lake and topics, with :data:`NUM_PARTITIONS` partitions for rollouts."""
+        Lake.create(self._location())
         arguments = ["--log", self.log_url(), "--create", "--partitions", f"rollout={NUM_PARTITIONS}"]
         made = self.command("topics", "rolltape.recipes.cli", "topics", *arguments)
         made.start()
@@ -242,13 +245,16 @@ class Stage:
         while not (value := condition()):
             if self.writers and all(child.status == 0 for child in self.writers.values()):
                 raise StageError(f"the writers were through before {what}")
-            for child in self.writers.values():
-                if child.status not in (None, 0, -signal.SIGKILL):
-                    raise StageError(f"{child.name} ended with {child.status}:\n{child.last_words()}")
+            self._check_writers()
             if time.monotonic() > deadline:
                 raise StageError(f"waited {timeout_s} s in vain for {what}\n{self._last_words()}")
             time.sleep(_POLL_S)
         return value
+
+    def _check_writers(self) -> None:
+        for child in self.writers.values():
+            if child.status not in (None, 0, -signal.SIGKILL):
+                raise StageError(f"{child.name} ended with {child.status}:\n{child.last_words()}")
 
     def _last_words(self) -> str:
         children = [*self.writers.values(), *self.sinks.values(), *filter(None, [self.reader])]
@@ -284,6 +290,7 @@ class Stage:
             handed_over = self.standing().handed_over
             if child.status is not None:
                 break
+            self._check_writers()
             if time.monotonic() > deadline:
                 raise StageError(f"{child.name} did not reach its crash window\n{self._last_words()}")
             time.sleep(_POLL_S)

@@ -479,6 +479,14 @@ def test_offsets_with_a_gap(tape: Any) -> None:
     assert "weights/0" in messages[2]
 
 
+def test_offsets_of_brokers_may_have_holes(tape: Any) -> None:
+    tape.rollout("a")
+    tape.add("rollout_started", trajectory_id="b", attempt=0, event_index=0, log_offset=8)
+    result = check(tape, "offsets", transactions={"kafka/cluster/rollout/topic": 1, "log/rollout/0": 9})
+    assert result.ok
+    assert result.counts == {"partitions": 1, "without_rows": 3}
+
+
 def test_a_missing_first_record(tape: Any) -> None:
     tape.add("rollout_started", trajectory_id="b", attempt=0, event_index=0, log_offset=1)
     assert "0 to 0 are missing" in check(tape, "offsets").findings[0].message
