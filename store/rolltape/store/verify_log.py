@@ -80,8 +80,8 @@ def offsets(context: Context) -> Outcome:
     """Offsets of every partition run from 0 to the end that the table states, without a gap.
 
     Kafka's offsets have holes of their own: a repeat that was recognised takes one and leaves no row, and a row whose
-    record waited for another stands at the offset of that one. There the lanes tell what is missing; the offsets that no
-    row has are counted.
+    record waited for another stands at the offset of that one. There the lanes tell what is missing; the offsets that
+    no row has are counted.
     """
     brokers_number = _brokers_number(context)
     rows = context.rows(
