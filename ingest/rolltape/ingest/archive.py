@@ -205,7 +205,7 @@ class Archive:
             self._note_offset(lane.log_partition, offset)
         mark = self.mark(lane)
         if mark == NOTHING and lane.log_partition in self._headless:
-            mark = self._marks[lane] = headers.first_lane_seq - 1
+            mark = self._staged.marks[lane] = headers.first_lane_seq - 1
         if headers.last_lane_seq <= mark:
             return self._offer_known(offered, lane)
         if headers.first_lane_seq > mark + 1:
