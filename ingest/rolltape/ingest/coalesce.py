@@ -78,10 +78,12 @@ class Coalescer:
         """Everything that is held."""
         return [batch for partition in list(self._held) for batch in self.take(partition)]
 
-    def take_due(self) -> list[LaneBatch]:
-        """What has waited long enough."""
-        due = time.monotonic() - self.linger_s
-        late = [partition for partition, held in self._held.items() if held.since <= due]
+    def take_older(self, age_s: float) -> list[LaneBatch]:
+        """What has waited for ``age_s`` or longer."""
+        if not self._held:
+            return []
+        since = time.monotonic() - age_s
+        late = [partition for partition, held in self._held.items() if held.since <= since]
         return [batch for partition in late for batch in self.take(partition)]
 
     def next_due_s(self) -> float | None:

@@ -23,7 +23,7 @@ from rolltape.ingest.coalesce import Coalescer, LaneBatch, own
 from rolltape.ingest.event_index import AttemptCounters, as_list
 from rolltape.ingest.log import EventLog, Level, LogProducer
 from rolltape.ingest.refused import dead_letter_batch, letter_of_refused_row, letter_of_row, microseconds
-from rolltape.ingest.routing import partition_of, rows_by_partition
+from rolltape.ingest.routing import only_key, partition_of, rows_by_partition
 from rolltape.schema.build import RefusedRow, build_batch, with_columns
 from rolltape.schema.codec import Record, make_record
 from rolltape.schema.convert import is_plain
@@ -94,6 +94,7 @@ class Recorder:
         self._changed = threading.Condition(self._lock)
         self._closed = False
         self._lingerer: threading.Thread | None = None
+        self._lingers_idly = True
         self.num_recorded = 0
         self.num_refused = 0
 
@@ -152,10 +153,11 @@ class Recorder:
             )
         with self._lock:
             self._send_outbox()
-            was_empty = not self._held
             prepared = self._prepare(spec, columns, _count_rows(columns, num_rows))
+            # Who records often sends the others' batches too, before the thread that waits for them has to.
+            self._queue(self._held.take_older(self._held.linger_s / 2))
             self._send_outbox()
-            if self._held and was_empty:
+            if self._held and self._lingers_idly:
                 self._start_waiting()
         if prepared.refused:
             first = prepared.refused[0]
@@ -178,7 +180,8 @@ class Recorder:
             stamped["event_index"] = indexes
             if spec.name == "rollout_ended":
                 stamped.setdefault("last_event_index", indexes)
-        stamped.update(self._stamps(spec.topic, num_rows))
+        whole = self._whole_partition(spec.topic, columns)
+        stamped.update(self._stamps(whole or Partition(spec.topic, 0), num_rows))
         built = build_batch(spec.name, stamped, num_rows)
         refused, batch = self._set_aside(spec.name, built.batch, built.kept_rows)
         if spec.indexed:
@@ -186,14 +189,25 @@ class Recorder:
         refused_rows = tuple(sorted((*built.refused, *(row for row, _ in refused)), key=lambda row: row.row))
         letters = [letter_of_refused_row(spec.name, row, stamped, num_rows) for row in built.refused]
         letters += [letter for _, letter in refused]
-        self._enqueue(spec, batch, letters, exact=not refused_rows)
+        if whole is not None:
+            self._enqueue_lane(spec, whole, batch, letters, exact=not refused_rows)
+        else:
+            self._enqueue_by_key(spec, batch, letters)
         self.num_recorded += num_rows - len(refused_rows)
         self.num_refused += len(refused_rows)
         return Receipt(event_ids=event_ids, refused=refused_rows)
 
-    def _stamps(self, topic: str, num_rows: int) -> dict[str, Any]:
-        """What the recorder alone fills; lane numbers are right if no row is refused and there is one partition."""
-        first = self._next_seq.get(Partition(topic, 0), 0)
+    def _whole_partition(self, topic: Topic, columns: Mapping[str, Any]) -> Partition | None:
+        """The partition of all rows, where one key stands for them all: a worker's batch is one group."""
+        num_partitions = self._log.num_partitions(topic)
+        if num_partitions == 1:
+            return Partition(topic, 0)
+        key = only_key(columns.get("group_id")) if topic == "rollout" else self._run_id
+        return None if key is None else Partition(topic, partition_of(key, num_partitions))
+
+    def _stamps(self, partition: Partition, num_rows: int) -> dict[str, Any]:
+        """What the recorder alone fills; lane numbers are right if all rows go to ``partition`` and none is refused."""
+        first = self._next_seq.get(partition, 0)
         return {
             "run_id": self._run_id,
             "run_epoch": self._run_epoch,
@@ -224,11 +238,8 @@ class Recorder:
 
     # From batches to records of lanes.
 
-    def _enqueue(self, spec: Kind, batch: pa.RecordBatch, letters: list[dict[str, Any]], *, exact: bool) -> None:
+    def _enqueue_by_key(self, spec: Kind, batch: pa.RecordBatch, letters: list[dict[str, Any]]) -> None:
         num_partitions = self._log.num_partitions(spec.topic)
-        if num_partitions == 1:
-            self._enqueue_lane(spec, Partition(spec.topic, 0), batch, letters, exact=exact)
-            return
         by_partition = rows_by_partition(batch, spec.topic, num_partitions)
         letters_by: dict[int, list[dict[str, Any]]] = {}
         for letter in letters:
@@ -286,6 +297,7 @@ class Recorder:
         if self._lingerer is None:
             self._lingerer = threading.Thread(target=self._send_due, name="rolltape-recorder", daemon=True)
             self._lingerer.start()
+        self._lingers_idly = False
         self._changed.notify()
 
     def _send_due(self) -> None:
@@ -294,9 +306,10 @@ class Recorder:
             while not self._closed:
                 left = self._held.next_due_s()
                 if left is None or left > 0:
+                    self._lingers_idly = left is None
                     self._changed.wait(left)
                     continue
-                self._queue(self._held.take_due())
+                self._queue(self._held.take_older(self._held.linger_s))
                 try:
                     self._send_outbox()
                 except (BackpressureTimeout, StorageFullError) as error:

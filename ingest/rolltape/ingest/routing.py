@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,17 @@ def partition_of(key: str, num_partitions: int) -> int:
     0
     """
     return zlib.crc32(key.encode()) % num_partitions
+
+
+def only_key(column: Any) -> str | None:
+    """The key that stands for all rows of a caller's column; None where there are several, or it has to be looked at.
+
+    >>> only_key(["g", "g"])
+    'g'
+    """
+    if isinstance(column, (list, tuple)) and column and column.count(column[0]) == len(column):
+        column = column[0]
+    return column if type(column) is str else None
 
 
 def rows_by_partition(batch: pa.RecordBatch, topic: str, num_partitions: int) -> dict[int, pa.RecordBatch]:

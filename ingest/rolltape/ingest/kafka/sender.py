@@ -124,6 +124,7 @@ class Sender:
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._changed = threading.Condition()
+        self._num_waiting = 0
         self._marks: dict[Lane, int] = {}
         self._confirmed_bytes = 0
         self._older_epochs = [reader.epoch for reader in self._reader.epochs() if reader.epoch < epoch]
@@ -183,11 +184,16 @@ class Sender:
     def wait_until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until ``condition`` holds or the monotonic clock reads ``deadline``; whether it held."""
         with self._changed:
-            while not condition():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return False
-                self._changed.wait(min(left, _IDLE_S))
+            self._num_waiting += 1
+            self._wake.set()
+            try:
+                while not condition():
+                    left = deadline - time.monotonic()
+                    if left <= 0:
+                        return False
+                    self._changed.wait(min(left, _IDLE_S))
+            finally:
+                self._num_waiting -= 1
         return True
 
     def stop(self) -> None:
@@ -243,6 +249,11 @@ class Sender:
         if not self._ready and not self._in_flight:
             self._look_at_older_epochs()
         return acknowledged
+
+    def _on_done(self) -> None:
+        """A record was decided. The thread is woken where somebody waits for that, or where room is short."""
+        if self._num_waiting or self._ready or self._handed or self._in_flight_bytes * 2 > self._room:
+            self._wake.set()
 
     def _rescan(self) -> None:
         now = time.monotonic()
@@ -393,7 +404,7 @@ class Sender:
     # Connections.
 
     def _connected(self) -> BrokerProducer:
-        broker = self._client.producer(max_record_bytes=MAX_MESSAGE_BYTES, on_done=self._wake.set)
+        broker = self._client.producer(max_record_bytes=MAX_MESSAGE_BYTES, on_done=self._on_done)
         try:
             if not self._announced:
                 self._announce(broker)
