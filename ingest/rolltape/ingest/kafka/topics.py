@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -22,6 +23,8 @@ MAX_MESSAGE_BYTES: Final = 16 << 20
 DEFAULT_RETENTION_HOURS: Final = 7 * 24
 
 _HOUR_MS: Final = 3_600_000
+_KNOWN_S: Final = 15.0
+_KNOWN_POLL_S: Final = 0.1
 _PARTITIONS: Final = {"rollout": 4, "teacher": 1, "training": 1, "weights": 1, "control": 1}
 _REPLICATION: Final = 3
 _SETTING_OF: Final = {
@@ -177,8 +180,18 @@ def ensure_topics(admin: BrokerAdmin, plan: TopicPlan, *, create: bool) -> list[
             admin.create(topic.name, topic.num_partitions, topic.replication, topic.settings())
             created.add(topic.name)
     if created:
-        found |= admin.describe(sorted(created))
+        found |= _once_known(admin, sorted(created))
     return [_check(topic.settled(num_brokers), found[topic.name], topic.name in created) for topic in plan.topics]
+
+
+def _once_known(admin: BrokerAdmin, names: Sequence[str]) -> dict[str, TopicInfo | None]:
+    """New topics, as soon as the broker that is asked has heard of them from the controller."""
+    deadline = time.monotonic() + _KNOWN_S
+    while True:
+        found = admin.describe(names)
+        if None not in found.values() or time.monotonic() > deadline:
+            return found
+        time.sleep(_KNOWN_POLL_S)
 
 
 def _check(config: TopicConfig, info: TopicInfo | None, created: bool) -> TopicCheck:
