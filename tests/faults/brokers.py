@@ -25,7 +25,7 @@ def kill_leader(stage: Stage, servers: Servers) -> None:
     stage.start()
     with mended(servers.cluster):
         for share in (0.2, 0.6):
-            stage.until_share(share)
+            stage.hold_at(share)
             leader = _leader(stage, servers)
             stage.strike(partial(servers.cluster.kill, leader), share=share)
             time.sleep(stage.chance.uniform(1.0, 4.0))
@@ -37,7 +37,7 @@ def kill_two(stage: Stage, servers: Servers) -> None:
     """Two of three are killed at once: nothing can be acknowledged before one of them is back."""
     stage.start()
     with mended(servers.cluster):
-        stage.until_share(0.3)
+        stage.hold_at(0.3)
         leader = _leader(stage, servers)
         other = stage.chance.choice([node for node in servers.cluster.nodes if node != leader])
 
@@ -58,7 +58,7 @@ def pause_leader(stage: Stage, servers: Servers) -> None:
         stage.options = {"request_timeout_s": "5", "delivery_timeout_s": "10"}
     stage.start()
     with mended(servers.cluster):
-        stage.until_share(0.3)
+        stage.hold_at(0.3)
         leader = _leader(stage, servers)
         stage.strike(partial(servers.cluster.pause, leader), share=0.3)
         time.sleep(SOAK_PAUSE_S if stage.is_soak else PAUSE_S)

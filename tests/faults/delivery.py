@@ -36,6 +36,7 @@ def corrupt(stage: Stage, servers: Servers) -> None:
     stage.delivery = "corrupt"
     stage.start(num_sinks=2)
     ids = [workload.producer_id for workload in stage.workloads]
+    stage.flow()
     stage.strike_when(
         lambda: all(refused_events(stage.ledgers, producer_id) for producer_id in ids), "each writer to spoil a record"
     )
@@ -62,6 +63,7 @@ def _play(stage: Stage, actions: list[LongAction], *, num_producers: int | None 
     longer = [replace(workload, long_actions=tuple(actions)) for workload in chosen]
     stage.workloads[: len(longer)] = longer
     stage.start()
+    stage.flow()
     ids = [workload.producer_id for workload in longer]
     wanted = _BLOCK * EVENTS_PER_BLOCK * len(ids)
     stage.strike_when(lambda: standing(stage.ledgers, ids).handed_over >= wanted, "the long actions")

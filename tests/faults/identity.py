@@ -47,15 +47,17 @@ def same_id_again(stage: Stage, servers: Servers) -> None:
     whole = list(stage.workloads)
     stage.workloads = [replace(workload, num_blocks=_FIRST_BLOCKS) for workload in whole]
     stage.start_writers()
+    stage.flow()
     for child in stage.writers.values():
         child.wait(90)
     stage.workloads = whole
+    stage.flow(0.3)
     stage.start_writers()
     first = whole[0].producer_id
     stage.strike(partial(_second_writer, stage), share=0.35)
     stage.strike(stage.writers[first].kill, share=0.45)
     stage.start_writer(whole[0])
-    stage.until_share(0.55)
+    stage.hold_at(0.55)
     stage.strike(stage.writers[first].kill, share=0.55)
     # What was acknowledged is in the log; what only the spool had is gone with the machine.
     assert stage.spool is not None
@@ -86,7 +88,7 @@ def topic_recreated(stage: Stage, servers: Servers) -> None:
     is on its way is not acknowledged and goes to the new topic.
     """
     stage.start()
-    stage.until_share(0.35)
+    stage.hold_at(0.35)
 
     def stop() -> None:
         for child in stage.writers.values():

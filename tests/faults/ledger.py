@@ -101,12 +101,36 @@ def begun_calls(folder: Path, producer_id: str) -> list[tuple[int, int]]:
     return _calls(_begun(folder, producer_id))
 
 
+def last_call(folder: Path, producer_id: str) -> tuple[int, int]:
+    """Block and call that the writer began last; (-1, -1) for none."""
+    path = _begun(folder, producer_id)
+    if _size(path) < _CALL_WIDTH:
+        return -1, -1
+    with path.open("rb") as file:
+        file.seek(-_CALL_WIDTH, os.SEEK_END)
+        line = file.read()
+    return int(line[:5]), int(line[6:])
+
+
 def _begun(folder: Path, producer_id: str) -> Path:
     return folder / f"{producer_id}.begun"
 
 
 def _acknowledged(folder: Path, producer_id: str) -> Path:
     return folder / f"{producer_id}.acknowledged"
+
+
+def open_gate(folder: Path, num_blocks: int) -> None:
+    """Let writers begin blocks below ``num_blocks`` and no other. Where there is no gate, nobody waits."""
+    staged = folder / "gate.new"
+    staged.write_text(str(num_blocks))
+    staged.replace(folder / "gate")
+
+
+def is_open(folder: Path, block: int) -> bool:
+    """Whether a block may be begun."""
+    gate = folder / "gate"
+    return not gate.exists() or block < int(gate.read_text())
 
 
 def _append(path: Path, text: str) -> None:

@@ -20,7 +20,7 @@ def kill_producer(stage: Stage, servers: Servers) -> None:
     """Four kills of writers; each comes back, and its spool goes first."""
     stage.start()
     for share in (0.15, 0.35, 0.55, 0.75):
-        stage.until_share(share)
+        stage.hold_at(share)
         workload = stage.chance.choice(stage.live_writers)
         stage.strike(stage.writers[workload.producer_id].kill, share=share)
         stage.start_writer(workload)
@@ -38,13 +38,17 @@ def kill_sink_after_commit(stage: Stage, servers: Servers) -> None:
 
 
 def _crash_sinks(stage: Stage, window: Literal["data_file_written", "after_commit"]) -> None:
+    # The group gives a dead sink's partitions away after ten seconds: the writers must still write then.
+    stage.pace(0.08)
     stage.create_topics()
     found: list[int] = []
     while len(found) < _LEAST_CRASHES or not any(found):
         mark = stage.folder / f"mark-{len(found)}"
-        sink = stage.start_sink("sink", crash=f"{window}:{stage.chance.randint(2, 4)}:{mark}")
+        passage = stage.chance.randint(1, 2) if found else stage.chance.randint(2, 5)
+        sink = stage.start_sink("sink", crash=f"{window}:{passage}:{mark}")
         if not found:
             stage.start_writers()
+            stage.flow()
         found.append(stage.until_crashed(sink, mark))
         if len(found) > _MOST_CRASHES:
             break
@@ -74,6 +78,7 @@ def rebalance_storm(stage: Stage, servers: Servers) -> None:
     """Every two seconds a sink joins, and one leaves: in order or by kill -9."""
     stage.pace(0.06)
     stage.start(num_sinks=2)
+    stage.flow()
     number = 2
     while stage.live_writers:
         time.sleep(_STORM_STEP_S)
@@ -82,5 +87,5 @@ def rebalance_storm(stage: Stage, servers: Servers) -> None:
         leaving = stage.chance.choice([child for child in stage.sinks.values() if child.is_alive][:-1])
         how = stage.chance.choice([signal.SIGTERM, signal.SIGKILL])
         if stage.standing().acknowledged < 0.9 * stage.num_planned:
-            stage.strike(partial(os.kill, leaving.pid, how), share=0.0)
+            stage.strike(partial(os.kill, leaving.pid, how))
     stage.settle()

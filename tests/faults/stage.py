@@ -19,9 +19,9 @@ from typing import Any, Final, Self
 from urllib.parse import quote
 
 from tests.faults.judge import KINDS_WRITTEN, Verdict, judge, judge_journal
-from tests.faults.ledger import acknowledged_ids, refused_events, standing
+from tests.faults.ledger import acknowledged_ids, last_call, open_gate, refused_events, standing
 from tests.faults.reader import ReaderJob, entries
-from tests.faults.workload import EVENTS_PER_BLOCK, Workload
+from tests.faults.workload import EVENTS_PER_BLOCK, NUM_CALLS, Workload
 from tests.faults.writer import Delivery, WriterJob
 from tests.servers.faulty_http import FaultyHttp
 from tests.servers.process import ServerProcess
@@ -38,6 +38,10 @@ NUM_PRODUCERS: Final = 3
 NUM_BLOCKS: Final = 25
 """25 blocks of 3 producers are 24,000 events: a killed writer leaves the rest of its block out."""
 
+FLOW_SHARE: Final = 0.2
+"""What the writers do after one strike, at most, before the next is prepared."""
+
+_ALL_BLOCKS: Final = 1 << 30
 _POLL_S: Final = 0.002
 
 
@@ -115,6 +119,7 @@ class Stage:
         self.ledgers = folder / "ledgers"
         self.spool: Path | None = folder / "spool"
         self.ledgers.mkdir(parents=True, exist_ok=True)
+        open_gate(self.ledgers, 0)
         self.workloads = [
             Workload(seed=seed, producer_id=f"p{number}", num_blocks=num_blocks) for number in range(num_producers)
         ]
@@ -166,12 +171,12 @@ class Stage:
         if made.wait(60):
             raise StageError(f"rolltape topics --create failed:\n{made.last_words()}")
 
-    def start_writers(self, *, start: bool = True) -> None:
-        """One writer process a producer."""
+    def start_writers(self) -> None:
+        """One writer process a producer. They wait for :meth:`flow` or a strike."""
         for workload in self.workloads:
-            self.start_writer(workload, start=start)
+            self.start_writer(workload)
 
-    def start_writer(self, workload: Workload, *, start: bool = True) -> Child:
+    def start_writer(self, workload: Workload) -> Child:
         """A writer process, or the same producer again."""
         job = WriterJob(
             log_url=self.log_url(self.writer_bootstrap),
@@ -182,8 +187,7 @@ class Stage:
         )
         child = self.command(f"writer-{workload.producer_id}", *self.wrapper, "tests.faults.writer", job.to_json())
         self.writers[workload.producer_id] = child
-        if start:
-            child.start()
+        child.start()
         return child
 
     def sink_command(self, name: str, *arguments: str, crash: str = "") -> Child:
@@ -262,14 +266,32 @@ class Stage:
 
     # The strike
 
-    def until_share(self, share: float) -> None:
-        """Return once that share of all events is acknowledged."""
-        wanted = share * self.num_planned
-        self.until(lambda: self.standing().acknowledged >= wanted, f"{share:.0%} of the events to be acknowledged")
+    def hold_at(self, share: float) -> None:
+        """Have the writers do that share of their blocks and then wait: a loaded machine must not miss its strike."""
+        blocks = self._blocks(share)
+        open_gate(self.ledgers, blocks)
+        self.until(lambda: all(self._has_done(workload, blocks) for workload in self.workloads), f"a share of {share}")
 
-    def strike(self, act: Callable[[], Any], *, share: float = 0.25) -> None:
-        """Do ``act`` once ``share`` of all events is acknowledged and some others are on their way; counts those."""
-        self.until_share(share)
+    def _has_done(self, workload: Workload, num_blocks: int) -> bool:
+        done = last_call(self.ledgers, workload.producer_id)
+        return done >= (num_blocks - 1, NUM_CALLS - 1) or self.writers[workload.producer_id].status == 0
+
+    def _blocks(self, share: float) -> int:
+        return max(1, round(share * max(workload.num_blocks for workload in self.workloads)))
+
+    def flow(self, share: float = 1.0) -> None:
+        """Let the writers go on to that share of their blocks."""
+        open_gate(self.ledgers, self._blocks(share) if share < 1 else _ALL_BLOCKS)
+
+    def strike(self, act: Callable[[], Any], *, share: float | None = None) -> None:
+        """Do ``act`` while events are on their way, and count those.
+
+        With ``share`` the writers wait there, so that what was looked up for the strike still holds, and then go on.
+        """
+        if share is not None:
+            self.hold_at(share)
+            self.flow(share + FLOW_SHARE)
+            time.sleep(self.chance.uniform(0.0, 0.3))
         self.strikes.append(self.until(self._num_unacknowledged, "events on their way"))
         act()
 
@@ -308,6 +330,7 @@ class Stage:
 
     def settle(self, *, patience_s: float = 150.0) -> None:
         """Return once the writers are through, everything acknowledged is archived, and the sinks ended in order."""
+        self.flow()
         for child in self.writers.values():
             if (status := child.wait(patience_s)) != 0:
                 raise StageError(f"{child.name} ended with {status}:\n{child.last_words()}")

@@ -119,9 +119,11 @@ def kill_s3(stage: Stage, servers: Servers) -> None:
     """The server dies every second or so while the sink commits; what it acknowledged it keeps."""
     stage.pace(0.05)
     stage.start()
+    stage.hold_at(0.1)
+    stage.flow()
     try:
         while stage.standing().acknowledged < 0.8 * stage.num_planned:
-            stage.strike(servers.objects.kill, share=0.1)
+            stage.strike(servers.objects.kill)
             time.sleep(stage.chance.uniform(0.05, 0.4))
             servers.objects.start()
             time.sleep(stage.chance.uniform(0.3, 1.2))
@@ -136,9 +138,9 @@ def slow_s3(stage: Stage, servers: Servers) -> None:
     assert isinstance(way, Proxy)
     stage.start()
     stage.strike(lambda: way.slow(300, 200), share=0.15)
-    stage.until_share(0.6)
+    stage.hold_at(0.6)
     way.narrow(2000)
-    stage.until_share(0.9)
+    stage.hold_at(0.9)
     way.clear()
     stage.settle()
 
@@ -149,13 +151,13 @@ def refuse_s3(stage: Stage, servers: Servers) -> None:
     assert isinstance(way, FaultyHttp)
     stage.start()
     stage.strike(lambda: way.answer_503(share=0.3), share=0.15)
-    stage.until_share(0.4)
+    stage.hold_at(0.4)
     way.clear()
     stage.strike(lambda: way.deny(share=0.3), share=0.4)
-    stage.until_share(0.65)
+    stage.hold_at(0.65)
     way.clear()
     stage.strike(lambda: way.swallow_answers(share=0.3), share=0.65)
-    stage.until_share(0.9)
+    stage.hold_at(0.9)
     way.clear()
     struck = {fault: count for fault, count in way.counts.items() if fault != "passed"}
     if len(struck) < 3 or not all(struck.values()):

@@ -43,9 +43,9 @@ def embedded_stage(folder: Path, seed: int = 7) -> EmbeddedStage:
 def test_kills_of_writer_and_committer_are_judged_sound(tmp_path: Path) -> None:
     with embedded_stage(tmp_path) as stage:
         stage.start()
-        stage.strike(stage.writers["p0"].kill)
+        stage.strike(stage.writers["p0"].kill, share=0.3)
         stage.start_writer(stage.workloads[0])
-        stage.strike(stage.sinks["sink-0"].kill, share=0.5)
+        stage.strike(stage.sinks["sink-0"].kill, share=0.6)
         stage.start_sink("sink-0")
         stage.start_reader()
         stage.settle()
@@ -66,6 +66,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
     with embedded_stage(folder) as stage:
         stage.workloads = [workload]
         stage.start_sink("sink-0")
+        stage.flow()
         write(WriterJob(log_url=str(folder / "lake"), folder=str(stage.ledgers), workload=workload))
         stage.settle()
     return folder, workload
