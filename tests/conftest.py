@@ -232,6 +232,14 @@ def feed() -> Feed:
     return Feed()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the spools of lakes in object stores out of the user's folders."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 _NOT_RUN = pytest.StashKey[Counter[str]]()
 
 

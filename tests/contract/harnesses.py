@@ -20,6 +20,7 @@ from rolltape.ingest.kafka.client import BrokerProducer, KafkaClient
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.log import KafkaLog
 from rolltape.ingest.kafka.producer import KafkaProducer
+from rolltape.ingest.kafka.sink import Sink, SinkOptions
 from rolltape.ingest.kafka.topics import TopicPlan, ensure_topics
 from rolltape.ingest.kafka.wire import to_message
 from rolltape.ingest.lanes import Lane
@@ -31,6 +32,9 @@ from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
 
 LIMITS: Final = Limits(vocab_size=1000)
+
+OPTIONS: Final = SinkOptions(linger_s=0.02, alarm_after_s=0.05, maintenance=False)
+"""A sink in a hurry."""
 
 
 class Harness(Protocol):
@@ -154,14 +158,12 @@ class KafkaHarness:
 @contextlib.contextmanager
 def running_sink(config: KafkaConfig, lake: Lake) -> Iterator[None]:
     """A sink in a thread of this process; an error of it is raised at the end of the block."""
-    from rolltape.ingest.kafka.sink import Sink, SinkOptions
-
     stop = threading.Event()
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
-            with contextlib.closing(Sink(config, lake, options=SinkOptions(), limits=LIMITS)) as sink:
+            with contextlib.closing(Sink(config, lake, options=OPTIONS, limits=LIMITS, alone=True)) as sink:
                 sink.run(stop)
         except BaseException as error:  # noqa: BLE001  # raised again where the test sees it
             errors.append(error)

@@ -277,7 +277,9 @@ class KafkaCluster:
             text = "".join(f"{name}={value}\n" for name, value in self._settings(number).items())
             node.settings_file.write_text(text)
             command = [*self._java_command(128), "-XX:TieredStopAtLevel=1", "-cp", self._jars]
-            command += ["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c", str(node.settings_file), *scram]
+            # Glued to its name: an id may begin with a dash.
+            command += ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}"]
+            command += ["--config", str(node.settings_file), *scram]
             running.append(
                 (number, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
             )

@@ -56,6 +56,7 @@ _AUTHENTICATION: Final = (
     vendor.UnsupportedSaslMechanismError,
     vendor.IllegalSaslStateError,
 )
+_UNTRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
 _AUTHORIZATION: Final = (
     vendor.TopicAuthorizationFailedError,
     vendor.GroupAuthorizationFailedError,
@@ -127,11 +128,32 @@ class _Manager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor ship
 
     def maybe_raise_auth_failure(self, node_id: Any) -> None:
         super().maybe_raise_auth_failure(node_id)
-        if not self.bootstrapped and isinstance(self.last_error, _AUTHENTICATION):
-            raise self.last_error
+        error = self.last_error
+        hopeless = isinstance(error, _AUTHENTICATION) or _UNTRUSTED in str(error)
+        if error is not None and hopeless and not self.bootstrapped:
+            raise error
 
     def _remember(self, error: Exception) -> None:
         self.last_error = error
+
+    async def _build_transport(self, node: Any, timeout_at: float | None = None) -> Any:
+        transport = await super()._build_transport(node, timeout_at=timeout_at)
+        transport._sock_recv = _last_words_first(transport._sock_recv)  # noqa: SLF001  # no other place to reach it
+        return transport
+
+
+def _last_words_first(receive: Callable[[], tuple[bytes, Any]]) -> Callable[[], tuple[bytes, Any]]:
+    """Deliver what came before the end of a connection; the vendor drops it where both are there at once.
+
+    What a broker says last is why it will not let us in.
+    """
+
+    def received() -> tuple[bytes, Any]:
+        data, error = receive()
+        # The end is met again at the next call.
+        return (data, None) if data else (data, error)
+
+    return received
 
 
 class _Client(KafkaNetClient):  # type: ignore[misc]
@@ -232,13 +254,13 @@ class _Connection:
         config = self.config
         return LogAuthenticationError(
             f"authentication failed at {where}: expected the brokers to accept user {config.sasl_username!r} by "
-            f"{config.sasl_mechanism} over {config.security_protocol}, got {_text(error)}; check ROLLTAPE_KAFKA_"
-            "SASL_USERNAME, …_SASL_PASSWORD (or …_FILE) and …_SASL_MECHANISM"
+            f"{config.sasl_mechanism} over {config.security_protocol}, got {_text(error)}; check user and password "
+            "(ROLLTAPE_KAFKA_SASL_USERNAME, …_SASL_PASSWORD or …_SASL_PASSWORD_FILE) and …_SASL_MECHANISM"
         )
 
     def _unreachable(self, error: Exception, what: str, where: str) -> LogError:
         text = _text(error)
-        if "CERTIFICATE_VERIFY_FAILED" in text or "certificate" in text.lower():
+        if _UNTRUSTED in text or "certificate" in text.lower():
             return LogAuthenticationError(
                 f"authentication failed at {where}: expected a certificate that we trust, got {text}; check "
                 "ROLLTAPE_KAFKA_SSL_CAFILE and the host name in the URL"
