@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
-from rolltape.schema.errors import StoreError
+from rolltape.schema.errors import LogError, StoreError
 from rolltape.store.lake import Lake
 from rolltape.store.maintenance import Maintenance, Policy, maintain
 
@@ -17,11 +18,15 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """Calls :func:`rolltape.store.maintenance.maintain` now and then. One round at a time, never fatal."""
+    """Calls :func:`rolltape.store.maintenance.maintain` now and then. One round at a time, never fatal.
 
-    def __init__(self, lake: Lake) -> None:
+    ``also`` is called after each round that did something, in its thread, with what it did.
+    """
+
+    def __init__(self, lake: Lake, also: Callable[[Maintenance], None] | None = None) -> None:
         """Look after ``lake``, through a handle of its own."""
         self._lake = Lake.open(lake.location)
+        self._also = also
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rolltape-upkeep")
         self._round: Future[Maintenance | None] | None = None
         self._policy = Policy()
@@ -44,14 +49,20 @@ class Upkeep:
                 return
             self._finish(self._round)
         if self._commits >= (_BUSY_COMMITS if committed else self._policy.commits_between):
-            self._round = self._pool.submit(maintain, self._lake, self._commits, self._policy)
+            self._round = self._pool.submit(self._work, self._commits)
             self._submitted = self._commits
+
+    def _work(self, num_commits: int) -> Maintenance | None:
+        done = maintain(self._lake, num_commits, self._policy)
+        if done is not None and self._also is not None:
+            self._also(done)
+        return done
 
     def _finish(self, done: Future[Maintenance | None]) -> None:
         self._round = None
         try:
             worked = done.result() is not None
-        except StoreError as error:
+        except (StoreError, LogError) as error:
             worked = True
             _LOG.warning("maintenance put off, nothing is lost: %s", error)
         if worked:

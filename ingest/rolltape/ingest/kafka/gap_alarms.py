@@ -9,18 +9,14 @@ from typing import Final
 
 from rolltape.ingest.alarms import alarm_record
 from rolltape.ingest.kafka.client import KafkaClient, TopicInfo
-from rolltape.ingest.kafka.wire import to_message
+from rolltape.ingest.kafka.own_events import send_events
 from rolltape.ingest.lanes import Gap, Lane
-from rolltape.ingest.routing import partition_of
-from rolltape.schema.codec import Record
-from rolltape.schema.cursor import Partition
 
 _LOG: Final = logging.getLogger(__name__)
-_TIMEOUT_S: Final = 10.0
 
 
 class GapAlarms:
-    """Sends an alarm for each gap that lasts. An alarm has a lane of its own, so sending it again adds nothing."""
+    """Sends an alarm for each gap that lasts."""
 
     def __init__(self, client: KafkaClient, topics: Mapping[str, TopicInfo], after_s: float) -> None:
         """Send to ``client`` once a gap lasted ``after_s``."""
@@ -45,23 +41,5 @@ class GapAlarms:
         for gap in due:
             _LOG.error("%s", gap)
         # The record that waits has a time of the log's, so that every sink makes the same bytes of the alarm.
-        self._send([alarm_record(gap, waiting_since_us(gap.lane) or 0) for gap in due])
+        send_events(self._client, self._topics, [alarm_record(gap, waiting_since_us(gap.lane) or 0) for gap in due])
         self._sent.update(due)
-
-    def _send(self, records: Collection[Record]) -> None:
-        producer = self._client.producer()
-        try:
-            pending = []
-            for record in records:
-                number = partition_of(record.key, self._topics[record.topic].num_partitions)
-                pending.append(producer.send(Partition(record.topic, number), *to_message(record)))
-            producer.flush(_TIMEOUT_S)
-            for sent in pending:
-                error = sent.error()
-                if error is not None:
-                    raise error
-        finally:
-            producer.close()
-
-    def close(self) -> None:
-        """Nothing is held."""

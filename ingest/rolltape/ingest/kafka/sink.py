@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Final, Self
 
 from rolltape.ingest.archive import Archive
@@ -25,23 +24,26 @@ from rolltape.ingest.kafka.metrics import SinkMetrics
 from rolltape.ingest.kafka.positions import check_topics, identify, log_bases
 from rolltape.ingest.kafka.progress import Progress
 from rolltape.ingest.kafka.reader import SINK_ID
+from rolltape.ingest.kafka.retention import BlobRetention
+from rolltape.ingest.kafka.sink_options import SinkOptions
 from rolltape.ingest.kafka.target import MeasuredTarget
 from rolltape.ingest.lanes import NOTHING, log_app_id
-from rolltape.ingest.parking import MAX_PARKED_BYTES
 from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
     CommitterFencedError,
-    ConfigError,
     LogError,
     LogUnreachableError,
     OffsetGoneError,
     StorageFullError,
     StoreUnreachableError,
+    TopicError,
 )
 from rolltape.schema.kinds import TOPICS
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
+from rolltape.store.maintenance import Maintenance
+from rolltape.store.recent import RecentTables
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -50,45 +52,10 @@ MAINTAINS: Final = Partition("control", 0)
 
 _PASSING: Final = (StorageFullError, StoreUnreachableError, LogUnreachableError, CommitterFencedError)
 _POLL_RECORDS: Final = 2_000
+_MISSING_TOPIC_S: Final = 60.0
+"""How long a topic may be unknown to the brokers: one that was just restarted has not heard of all."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SinkOptions:
-    """How a sink trades latency against commits, and what it holds in memory. Times in seconds.
-
-    Attributes:
-        linger_s: a commit is made once nothing came for so long.
-        max_linger_s: and at the latest so long after the first record of it came.
-        max_commit_bytes: or once so many bytes of rows are staged in memory.
-        max_parked_bytes: bytes of records behind a gap that are kept; of more only the place is known.
-        retry_s: pause after an error that passes; doubled up to ``max_retry_s``.
-        max_retry_s: see ``retry_s``.
-        status_s: how often lag and age are looked at and the group's offsets are stored.
-        alarm_after_s: how long a lane must stand still before an alarm is sent.
-        maintenance: whether to look after the lake beside.
-        metrics_port: answer Prometheus there; 0 for any free port, None for nowhere.
-    """
-
-    linger_s: float = 0.05
-    max_linger_s: float = 1.0
-    max_commit_bytes: int = 64 << 20
-    max_parked_bytes: int = MAX_PARKED_BYTES
-    retry_s: float = 0.25
-    max_retry_s: float = 5.0
-    status_s: float = 2.0
-    alarm_after_s: float = 1.0
-    maintenance: bool = True
-    metrics_port: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the ranges.
-
-        Raises:
-            ConfigError: a value that must be above 0 is not.
-        """
-        for name in ("linger_s", "max_linger_s", "max_commit_bytes", "max_parked_bytes", "retry_s", "status_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
+__all__ = ["MAINTAINS", "Sink", "SinkOptions"]
 
 
 class Sink:
@@ -126,6 +93,9 @@ class Sink:
         self._progress = Progress(self.metrics)
         self._alarms = GapAlarms(self._client, self._identity.topics, self.options.alarm_after_s)
         self._upkeep: Upkeep | None = None
+        self._retention = BlobRetention(self._client, lake)
+        # Compaction is another handle's work here: tables that were just written would be kept in vain.
+        lake.recent = RecentTables(max_bytes=0)
         self._is_stale = alone
         self._first_staged_s: float | None = None
         self._last_record_s = self._last_status_s = 0.0
@@ -223,7 +193,19 @@ class Sink:
             self._upkeep.close()
             self._upkeep = None
         elif self._upkeep is None and MAINTAINS in places and self.options.maintenance:
-            self._upkeep = Upkeep(self._lake)
+            self._upkeep = Upkeep(self._lake, self._after_maintenance)
+
+    def _after_maintenance(self, done: Maintenance) -> None:
+        """Count what was done, and delete claimed payloads that nobody needs any more; in the thread of the upkeep."""
+        acts = {
+            "compaction": int(done.compaction is not None and done.compaction.version is not None),
+            "checkpoint": int(done.checkpoint_version is not None),
+            "log_files": done.num_log_files_deleted,
+            "data_files": done.num_data_files_deleted,
+            "blobs": self._retention.run(),
+        }
+        for act, number in acts.items():
+            self.metrics.maintain(act, number)
 
     def _take(self, partition: Partition, messages: list[Message]) -> None:
         now = time.monotonic()
@@ -298,15 +280,17 @@ class Sink:
             LogMismatchError: log and lake do not belong together; names the ways out.
             LogError, StoreError: one that does not pass.
         """
-        pause_s = self.options.retry_s
+        pause_s, last_good_s = self.options.retry_s, time.monotonic()
         while not stop.is_set():
             try:
                 self.run_once()
-            except _PASSING as error:
+            except (*_PASSING, TopicError) as error:
+                if isinstance(error, TopicError) and time.monotonic() - last_good_s > _MISSING_TOPIC_S:
+                    raise
                 self._wait_out(error, pause_s, stop)
                 pause_s = min(2 * pause_s, self.options.max_retry_s)
             else:
-                pause_s = self.options.retry_s
+                pause_s, last_good_s = self.options.retry_s, time.monotonic()
         self._finish()
 
     def _wait_out(self, error: Exception, pause_s: float, stop: threading.Event) -> None:
@@ -351,7 +335,6 @@ class Sink:
         if self._upkeep is not None:
             self._upkeep.close()
             self._upkeep = None
-        self._alarms.close()
         self._consumer.close()
         self.metrics.close()
 
