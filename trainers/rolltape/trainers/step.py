@@ -1,19 +1,19 @@
 """One optimizer step on one packed batch: GRPO with IcePop (algorithms.md §4.2), and what of it goes onto the tape.
 
-The computation is a function of (weights, optimizer state, batch, configuration) alone. Micro-batches are cut by the
-batch's lengths and accumulate in a fixed order, so a replay adds the same numbers in the same order.
+The computation is a function of (weights, optimizer state, batch, configuration, number of ranks) alone. Micro-batches
+are cut by the batch's lengths and accumulate in a fixed order, so a replay adds the same numbers in the same order.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from rolltape.numerics.device import rng_state_digest
-from rolltape.numerics.packed import micro_batches, packed_log_probs, score_micro_batch
+from rolltape.numerics.packed import MicroBatch, micro_batches
 from rolltape.numerics.weights import combine_digests, named_gradients, named_weights, tensor_digests
 from rolltape.trainers.advantages import group_advantages
 from rolltape.trainers.aggregation import aggregation_weights
@@ -22,6 +22,7 @@ from rolltape.trainers.checkpoint import trainable
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.dis import dis_policy_loss
 from rolltape.trainers.losses import PolicyLoss, icepop_policy_loss
+from rolltape.trainers.ranks import ONE_PROCESS, Ranks, global_norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,23 @@ class _Tokens:
         old, current, entropy, gate = (torch.zeros(count) for _ in range(4))
         return cls(old, current, entropy, gate, torch.zeros(count, dtype=torch.bool))
 
+    def add_up(self, ranks: Ranks) -> None:
+        """Every rank has its own micro-batches' tokens and 0 elsewhere; afterwards all have all."""
+        ranks.add_up(self.old, self.current, self.entropy, self.gate, self.trusted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What does not change from update to update."""
+
+    model: torch.nn.Module
+    batch: PackedBatch
+    advantages: torch.Tensor  # float32 [N]
+    weights: torch.Tensor  # float32 [N]
+    config: TrainerConfig
+    temperature: float
+    ranks: Ranks
+
 
 def make_optimizer(model: torch.nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, in the model's order."""
@@ -96,11 +114,14 @@ def train_step(
     *,
     step: int,
     temperature: float,
+    ranks: Ranks = ONE_PROCESS,
 ) -> StepOutcome:
     """Update ``model`` on ``batch``, ``config.updates_per_batch`` times, at the learning rate of ``step``.
 
     The optimizer is not called, and ``skipped`` is true, when no action token is trusted (algorithms.md §2.5): moments
     and weight decay would move weights. Gradient digests are of the last update, before clipping.
+
+    With several ``ranks`` each calls this with the same batch, and gets the same outcome.
     """
     for group in optimizer.param_groups:
         group["lr"] = config.lr_at(step)
@@ -108,31 +129,22 @@ def train_step(
     member_advantages = group_advantages(batch.rewards, batch.groups, norm=config.adv_norm, counted=counted)
     token_advantages = member_advantages[batch.row_member][batch.row_of_token()].float()
     token_advantages = torch.where(batch.action_mask, token_advantages, 0.0)
+    work = _Work(model, batch, token_advantages, _token_weights(batch, config), config, temperature, ranks)
+    old = _old_log_probs(work) if config.updates_per_batch > 1 else None
     tokens = _Tokens.zeros(batch.num_tokens)
-    weights = _token_weights(batch, config)
-    if config.updates_per_batch > 1:
-        with torch.no_grad():
-            tokens.old = packed_log_probs(
-                model,
-                batch.token_ids,
-                batch.cu_seqlens,
-                token_budget=config.token_budget,
-                temperature=temperature,
-                scored=batch.action_mask,
-            ).log_probs
     loss = grad_norm = 0.0
     gradient_digests: dict[str, str] = {}
     sizes: tuple[int, ...] = ()
     skipped = False
     for _ in range(config.updates_per_batch):
         optimizer.zero_grad(set_to_none=True)
-        loss, sizes = _accumulate(model, batch, token_advantages, weights, tokens, config, temperature)
-        gradient_digests = tensor_digests(named_gradients(model))
+        tokens, loss, sizes = _accumulate(work, old)
+        gradient_digests = tensor_digests(ranks.whole(named_gradients(model)))
         skipped = not bool(tokens.trusted.any())
         if skipped:
             loss = 0.0
             break
-        grad_norm = _clip(model, config.max_grad_norm)
+        grad_norm = _clip(model, config.max_grad_norm, ranks)
         optimizer.step()
     return StepOutcome(
         loss=loss,
@@ -147,7 +159,7 @@ def train_step(
         member_advantages=member_advantages,
         micro_batches=sizes,
         gradient_digests=gradient_digests,
-        weight_digests=tensor_digests(named_weights(model)),
+        weight_digests=tensor_digests(ranks.whole(named_weights(model))),
         rng_state_digest=rng_state_digest(),
     )
 
@@ -166,38 +178,60 @@ def _token_weights(batch: PackedBatch, config: TrainerConfig) -> torch.Tensor:
     return weights
 
 
-def _accumulate(
-    model: torch.nn.Module,
-    batch: PackedBatch,
-    advantages: torch.Tensor,
-    weights: torch.Tensor,
-    tokens: _Tokens,
-    config: TrainerConfig,
-    temperature: float,
-) -> tuple[float, tuple[int, ...]]:
-    """Forward and backward of every micro-batch; fills ``tokens`` and returns the loss and the rows of each."""
+def _parts(work: _Work, sizes: list[int] | None = None) -> Iterator[MicroBatch]:
+    """This rank's micro-batches; ``sizes`` gets the rows of every rank's."""
+
+    def all_parts() -> Iterator[MicroBatch]:
+        batch = work.batch
+        for part in micro_batches(
+            batch.token_ids, batch.cu_seqlens, token_budget=work.config.token_budget, scored=batch.action_mask
+        ):
+            if sizes is not None:
+                sizes.append(part.rows.numel())
+            yield part
+
+    return work.ranks.own_parts(all_parts())
+
+
+def _old_log_probs(work: _Work) -> torch.Tensor:
+    """Log-probs under the weights before the first update, float32 [N], on every rank."""
+    old = torch.zeros(work.batch.num_tokens)
+    with torch.no_grad():
+        for part in _parts(work):
+            old[part.flat_index] = work.ranks.score(work.model, part, temperature=work.temperature).log_probs
+    work.ranks.add_up(old)
+    return old
+
+
+def _accumulate(work: _Work, old: torch.Tensor | None) -> tuple[_Tokens, float, tuple[int, ...]]:
+    """Forward and backward of every micro-batch: the tokens, the loss, and the rows of each; of all ranks."""
+    batch, config = work.batch, work.config
+    tokens = _Tokens.zeros(batch.num_tokens)
     total = torch.zeros((), dtype=torch.float64)
-    sizes = []
-    for part in micro_batches(
-        batch.token_ids, batch.cu_seqlens, token_budget=config.token_budget, scored=batch.action_mask
-    ):
-        scores = score_micro_batch(model, part, temperature=temperature, with_entropy=True)
+    sizes: list[int] = []
+    for part in _parts(work, sizes):
+        scores = work.ranks.score(work.model, part, temperature=work.temperature, with_entropy=True)
         index = part.flat_index
         current = scores.log_probs
-        old = tokens.old[index] if config.updates_per_batch > 1 else current.detach()
+        before = current.detach() if old is None else old[index]
         result = _loss(
-            (current, old, batch.rollout_log_probs[index]), advantages[index], weights[index], scores.entropy, config
+            (current, before, batch.rollout_log_probs[index]),
+            work.advantages[index],
+            work.weights[index],
+            scores.entropy,
+            config,
         )
         torch.autograd.backward(result.loss)
         total += result.loss.detach().double()
-        sizes.append(part.rows.numel())
-        tokens.old[index] = old
+        tokens.old[index] = before
         tokens.current[index] = current.detach()
         if scores.entropy is not None:
             tokens.entropy[index] = scores.entropy.detach().float()
         tokens.gate[index] = result.gate_weights
         tokens.trusted[index] = result.trusted
-    return float(total), tuple(sizes)
+    work.ranks.add_up(total)
+    tokens.add_up(work.ranks)
+    return tokens, float(total), tuple(sizes)
 
 
 def _loss(
@@ -240,11 +274,10 @@ def _loss(
     )
 
 
-def _clip(model: torch.nn.Module, max_norm: float) -> float:
+def _clip(model: torch.nn.Module, max_norm: float, ranks: Ranks) -> float:
     """Global norm of the gradients before clipping, reduced tensor by tensor in float64 and a fixed order."""
     grads = [p.grad for _, p in trainable(model) if p.grad is not None]
-    squares = [grad.double().square().sum() for grad in grads]
-    norm = float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+    norm = global_norm(grads, ranks)
     if norm > max_norm:
         for grad in grads:
             grad.mul_(max_norm / (norm + 1e-6))

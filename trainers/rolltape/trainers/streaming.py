@@ -84,6 +84,7 @@ class StreamSource:
         self._clock = clock
         self._cursor = stream.low_watermark()
         self._pending: list[str] = []
+        self._began = clock()  # when the wait for the present batch began
         self._seen = (-1.0, -1)  # news and overdue groups at the last look in vain
 
     def gather(self, step: int, rules: VersionRules) -> Gathered:  # noqa: ARG002  # a step has no groups of its own
@@ -92,6 +93,9 @@ class StreamSource:
         Fewer make a batch, and none a skipped step, where groups had to be dropped and nothing came since for
         ``group_timeout_s``: workers that wait for their groups to be consumed would wait for ever.
         """
+        self._began = self._clock()
+        while self._stream.poll(0.0):
+            pass  # what came while the last batch was trained is no reason to wait, nor to give anything up
         found = self._look(rules)
         while found is None:
             self._meanwhile()
@@ -113,7 +117,7 @@ class StreamSource:
         groups = self._stream.groups.values()
         overdue = [g for g in groups if not g.is_complete and now - g.since >= self._rules.group_timeout_s]
         candidates = [g for g in groups if g.is_complete] + (overdue if self._rules.train_overdue else [])
-        is_quiet = now - self._stream.last_news >= self._rules.group_timeout_s
+        is_quiet = now - max(self._stream.last_news, self._began) >= self._rules.group_timeout_s
         if len(candidates) < self._rules.num_groups and not (is_quiet and (candidates or overdue)):
             return None
         if self._seen == (self._stream.last_news, len(overdue)) and not is_quiet:
