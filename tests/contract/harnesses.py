@@ -14,7 +14,7 @@ import pytest
 from tests.servers.fixtures import Broker
 from tests.servers.s3_server import Bucket
 
-from rolltape.ingest.deadletters import accept_loss
+from rolltape.ingest.deadletters import accept_loss, accept_loss_in_log
 from rolltape.ingest.embedded import EmbeddedLog
 from rolltape.ingest.kafka.client import BrokerProducer, KafkaClient
 from rolltape.ingest.kafka.config import KafkaConfig
@@ -150,8 +150,6 @@ class KafkaHarness:
         self.stack.enter_context(running_sink(self.log.config, self.lake))
 
     def accept_loss(self, lane: Lane, first: int, through: int) -> None:
-        from rolltape.ingest.deadletters import accept_loss_in_log
-
         accept_loss_in_log(self.log, lane, through, first=first)
 
 
