@@ -41,12 +41,12 @@ class Place:
 def make_place(kafka_broker: Any, topic_prefix: str, tmp_path: Path) -> Any:
     """Make the topics and the lake of a test; numbers of the topics may be given."""
 
-    def make(**numbers: Any) -> Place:
-        address = f"kafka://{kafka_broker.bootstrap}/{topic_prefix}"
+    def make(name: str = "one", **numbers: Any) -> Place:
+        address = f"kafka://{kafka_broker.bootstrap}/{topic_prefix}-{name}"
         admin = connect(KafkaConfig.from_url(address, {})).admin()
         ensure_topics(admin, TopicPlan.of(**numbers), create=True)
         admin.close()
-        return Place(address=address, lake=Lake.create(tmp_path / "lake"), spool=tmp_path / "spool")
+        return Place(address=address, lake=Lake.create(tmp_path / name / "lake"), spool=tmp_path / name)
 
     return make
 
