@@ -20,9 +20,9 @@ from rolltape.ingest.kafka.client import BrokerConsumer, KafkaClient, Message, c
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.feed import feed
 from rolltape.ingest.kafka.gap_alarms import GapAlarms
+from rolltape.ingest.kafka.lag import Lag
 from rolltape.ingest.kafka.metrics import SinkMetrics
 from rolltape.ingest.kafka.positions import check_topics, identify, log_bases
-from rolltape.ingest.kafka.progress import Progress
 from rolltape.ingest.kafka.reader import SINK_ID
 from rolltape.ingest.kafka.retention import BlobRetention
 from rolltape.ingest.kafka.sink_options import SinkOptions
@@ -90,7 +90,7 @@ class Sink:
             self._target, limits=limits, archiver_id=SINK_ID, max_parked_bytes=self.options.max_parked_bytes
         )
         self._bases: Mapping[Partition, int] = {}
-        self._progress = Progress(self.metrics)
+        self._lag = Lag(self.metrics)
         self._alarms = GapAlarms(self._client, self._identity.topics, self.options.alarm_after_s)
         self._upkeep: Upkeep | None = None
         self._retention = BlobRetention(self._client, lake)
@@ -183,7 +183,7 @@ class Sink:
         self.commit()
         self._consumer.resume(places)
         self._note_assignment(places)
-        self._progress.start(starts, ends)
+        self._lag.start(starts, ends)
 
     def _note_assignment(self, places: Collection[Partition]) -> None:
         self._is_stale = False
@@ -214,7 +214,7 @@ class Sink:
             self._first_staged_s = now
         for fed in feed(self._archive, partition, messages, self._bases, self._blobs):
             self.metrics.record(partition.topic, fed.outcome.value, fed.num_bytes)
-            self._progress.read(partition, fed.timestamp_ms)
+            self._lag.read(partition, fed.timestamp_ms)
             if fed.seek_to is not None:
                 self._consumer.seek(partition, fed.seek_to)
             if self._archive.staged_bytes >= self.options.max_commit_bytes:
@@ -234,7 +234,7 @@ class Sink:
         self._first_staged_s = None
         if self._archive.commit() is not None:
             self.num_commits += 1
-            self._progress.committed()
+            self._lag.committed()
             if self._upkeep is not None:
                 self._upkeep.after_round(committed=True, version=self._lake.snapshot().version)
 
@@ -257,7 +257,7 @@ class Sink:
         places = self._consumer.assignment()
         try:
             self._alarms.send(gaps, self._archive.waiting_since)
-            self._progress.report(self._archived(snapshot.transactions, places), self._consumer.end_offsets(places))
+            self._lag.report(self._archived(snapshot.transactions, places), self._consumer.end_offsets(places))
             self._consumer.commit(self._archived(snapshot.transactions, places))
         except LogError as error:
             _LOG.info("lag is not known for now: %s", error)

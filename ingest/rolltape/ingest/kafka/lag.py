@@ -1,0 +1,45 @@
+"""How far a sink is behind: offsets, and the age of the oldest record that is not archived."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from rolltape.ingest.kafka.metrics import SinkMetrics
+from rolltape.schema.cursor import Partition
+
+
+class Lag:
+    """Notes the log's time stamps of what is read until a commit archives it."""
+
+    def __init__(self, metrics: SinkMetrics) -> None:
+        """Nothing was read."""
+        self._metrics = metrics
+        self._oldest_ms: dict[Partition, int] = {}
+        self._newest_ms: dict[Partition, int] = {}
+
+    def start(self, starts: Mapping[Partition, int], ends: Mapping[Partition, int]) -> None:
+        """Partitions are ours from here on, each at its next offset and with its end."""
+        self._oldest_ms.clear()
+        self._newest_ms.clear()
+        self.report(starts, ends)
+
+    def read(self, partition: Partition, timestamp_ms: int) -> None:
+        """A record was read."""
+        self._oldest_ms.setdefault(partition, timestamp_ms)
+        self._newest_ms[partition] = timestamp_ms
+
+    def committed(self) -> None:
+        """What was read is archived; what comes next is younger than the last of it."""
+        self._oldest_ms = dict(self._newest_ms)
+
+    def report(self, archived: Mapping[Partition, int], ends: Mapping[Partition, int]) -> None:
+        """Set lag and age of each partition from its next offset to archive and its end."""
+        now_ms = time.time() * 1000
+        for partition, offset in archived.items():
+            lag = max(ends[partition] - offset, 0)
+            oldest_ms = self._oldest_ms.get(partition)
+            if not lag:
+                self._oldest_ms.pop(partition, None)
+            age_s = max(now_ms - oldest_ms, 0.0) / 1000 if lag and oldest_ms is not None else 0.0
+            self._metrics.standing(partition, lag=lag, age_s=age_s)
