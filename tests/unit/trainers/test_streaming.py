@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -414,8 +415,8 @@ def test_a_trainer_that_dies_anywhere_neither_repeats_nor_skips_a_group(seed: in
         worker = workers[ordinal % 3]
         first = [m for m in range(SIZE) if rng.random() < 0.5]
         rest = [m for m in range(SIZE) if m not in first]
-        of_group: list[Callable[[], None]] = [lambda w=worker, o=ordinal: w.dispatch(o)]
-        of_group += [lambda w=worker, o=ordinal, ms=part: w.finish(o, members=ms) for part in (first, rest) if part]
+        of_group: list[Callable[[], None]] = [partial(worker.dispatch, ordinal)]
+        of_group += [partial(worker.finish, ordinal, members=part) for part in (first, rest) if part]
         # Into the sequence at random places, the group's own acts in their order.
         places = sorted(rng.randrange(len(acts) + 1) for _ in of_group)
         for shift, (place, act) in enumerate(zip(places, of_group, strict=True)):
