@@ -8,6 +8,7 @@ reads both while the writer lives.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -16,6 +17,7 @@ from tests.faults.workload import ID_WIDTH, NUM_ROWS
 
 _CALL_WIDTH: Final = len("00000 000\n")
 _ID_LINE: Final = ID_WIDTH + 1
+_GATE_S: Final = 0.02
 
 
 class Ledger:
@@ -101,17 +103,6 @@ def begun_calls(folder: Path, producer_id: str) -> list[tuple[int, int]]:
     return _calls(_begun(folder, producer_id))
 
 
-def last_call(folder: Path, producer_id: str) -> tuple[int, int]:
-    """Block and call that the writer began last; (-1, -1) for none."""
-    path = _begun(folder, producer_id)
-    if _size(path) < _CALL_WIDTH:
-        return -1, -1
-    with path.open("rb") as file:
-        file.seek(-_CALL_WIDTH, os.SEEK_END)
-        line = file.read()
-    return int(line[:5]), int(line[6:])
-
-
 def _begun(folder: Path, producer_id: str) -> Path:
     return folder / f"{producer_id}.begun"
 
@@ -122,15 +113,27 @@ def _acknowledged(folder: Path, producer_id: str) -> Path:
 
 def open_gate(folder: Path, num_blocks: int) -> None:
     """Let writers begin blocks below ``num_blocks`` and no other. Where there is no gate, nobody waits."""
-    staged = folder / "gate.new"
-    staged.write_text(str(num_blocks))
-    staged.replace(folder / "gate")
+    _write(folder / "gate", str(num_blocks))
 
 
-def is_open(folder: Path, block: int) -> bool:
-    """Whether a block may be begun."""
+def wait_for_gate(folder: Path, producer_id: str, block: int) -> None:
+    """Return once ``block`` may be begun; meanwhile say that this writer waits for it."""
     gate = folder / "gate"
-    return not gate.exists() or block < int(gate.read_text())
+    while gate.exists() and block >= int(gate.read_text()):
+        _write(folder / f"{producer_id}.waits", str(block))
+        time.sleep(_GATE_S)
+
+
+def waits_for(folder: Path, producer_id: str) -> int:
+    """The block that a writer waits for, or waited for last."""
+    return int(_read(folder / f"{producer_id}.waits") or -1)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    staged = path.with_name(f"{path.name}.new")
+    staged.write_text(text)
+    staged.replace(path)
 
 
 def _append(path: Path, text: str) -> None:

@@ -19,9 +19,9 @@ from typing import Any, Final, Self
 from urllib.parse import quote
 
 from tests.faults.judge import KINDS_WRITTEN, Verdict, judge, judge_journal
-from tests.faults.ledger import acknowledged_ids, last_call, open_gate, refused_events, standing
+from tests.faults.ledger import acknowledged_ids, open_gate, refused_events, standing, waits_for
 from tests.faults.reader import ReaderJob, entries
-from tests.faults.workload import EVENTS_PER_BLOCK, NUM_CALLS, Workload
+from tests.faults.workload import EVENTS_PER_BLOCK, Workload
 from tests.faults.writer import Delivery, WriterJob
 from tests.servers.faulty_http import FaultyHttp
 from tests.servers.process import ServerProcess
@@ -273,8 +273,8 @@ class Stage:
         self.until(lambda: all(self._has_done(workload, blocks) for workload in self.workloads), f"a share of {share}")
 
     def _has_done(self, workload: Workload, num_blocks: int) -> bool:
-        done = last_call(self.ledgers, workload.producer_id)
-        return done >= (num_blocks - 1, NUM_CALLS - 1) or self.writers[workload.producer_id].status == 0
+        waiting = waits_for(self.ledgers, workload.producer_id) >= num_blocks
+        return waiting or self.writers[workload.producer_id].status == 0
 
     def _blocks(self, share: float) -> int:
         return max(1, round(share * max(workload.num_blocks for workload in self.workloads)))

@@ -16,15 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from tests.faults.ledger import Ledger, is_open
+from tests.faults.ledger import Ledger, wait_for_gate
 from tests.faults.workload import RUN_ID, Workload
 
 from rolltape.ingest import EventLog, Recorder, open_log
 from rolltape.schema.kinds import kind_named
 
 PATIENCE_S: Final = 300.0
-
-_GATE_S: Final = 0.01
 
 Delivery = Literal["in_order", "disordered", "corrupt"]
 
@@ -110,8 +108,7 @@ def write(job: WriterJob) -> None:
         acknowledger = Acknowledger(recorder, ledger)
         acknowledger.start()
         for block in range(ledger.next_block(), workload.num_blocks):
-            while not is_open(Path(job.folder), block):
-                time.sleep(_GATE_S)
+            wait_for_gate(Path(job.folder), workload.producer_id, block)
             for call, (kind, columns) in enumerate(workload.calls(block)):
                 ledger.begin(block, call)
                 receipt = recorder.record_batch(kind_named(kind).name, columns)
