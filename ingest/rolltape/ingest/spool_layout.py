@@ -9,6 +9,7 @@
     <spool>/producers/<producer>/<epoch>/       one folder of each start
         000000.frames, 000001.frames, …         segments; all but the last are sealed
         CLOSED                                  the writer ended in order: the last one is sealed too
+        CONFIRMED                               up to where brokers have it; a hint, so that less is sent again
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ COMMITTER_LOCK: Final = "COMMITTER.lock"
 LOCK: Final = "LOCK"
 EPOCH: Final = "EPOCH"
 CLOSED: Final = "CLOSED"
+CONFIRMED: Final = "CONFIRMED"
 SEGMENT_SUFFIX: Final = ".frames"
 
 _COARSEST_CLOCK_NS: Final = 2_000_000_000

@@ -201,6 +201,8 @@ class EpochReader:
         follows = start == self._read or (start == Place(segment + 1, 0) and self._is_at_end(segment, offset))
         if follows:
             self._read = end
+            if end.segment not in self._segments[-1:]:
+                self._segments.append(end.segment)
         return follows
 
     def _is_at_end(self, segment: int, offset: int) -> bool:
@@ -211,6 +213,10 @@ class EpochReader:
             return (self._folder / segment_name(segment)).stat().st_size == offset
         except FileNotFoundError:
             return True
+
+    def resume_at(self, place: Place) -> None:
+        """Start behind what was confirmed before; where nothing is known of that, from the beginning."""
+        self._read = self._confirmed = place
 
     def rewind(self) -> None:
         """Read again from the last confirmed place."""

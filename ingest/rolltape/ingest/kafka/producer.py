@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from rolltape.ingest.kafka.client import Headers, record_bytes
+from rolltape.ingest.kafka.client import Headers, KafkaClient, record_bytes
 from rolltape.ingest.kafka.sender import Route, Sender, too_large
 from rolltape.ingest.kafka.versions import newest_registered_epoch
 from rolltape.ingest.kafka.wire import to_message
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rolltape.ingest.kafka.log import KafkaLog
 
 _CLOSE_S: Final = 10.0
+_ATTEMPT_S: Final = 5.0
 _FINAL: Final = (LogAuthenticationError, LogAuthorizationError, RecordTooLargeError)
 
 
@@ -44,7 +46,10 @@ class KafkaProducer:
         self._sent: dict[Lane, int] = {}
         self._sent_bytes = 0
         self._closed = False
-        route = Route(client=log.client, blobs=log.blobs, limit=log.max_message_bytes, refresh=log.refresh_topics)
+        config = log.client.config
+        # The sender tries again by itself, and must be able to end in time.
+        client = KafkaClient(replace(config, bootstrap_timeout_s=min(config.bootstrap_timeout_s, _ATTEMPT_S)))
+        route = Route(client=client, blobs=log.blobs, limit=log.max_message_bytes, refresh=log.refresh_topics)
         self._sender = Sender(route, self._writer.producer_folder, self.epoch)
 
     def _minimum_epoch(self) -> int:

@@ -1,45 +1,41 @@
-"""How far a sink is behind: offsets, and the age of the oldest record that is not archived."""
+"""How far the brokers have an epoch's spool, kept beside it: after a kill less is sent again.
+
+Only a hint. What it says is true when it is written, because it is written after the acknowledgement; a lost or broken
+one costs repeats, which lanes recognise. So it is neither synced nor renamed into place.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+import os
+import struct
+import zlib
+from pathlib import Path
+from typing import Final
 
-from rolltape.ingest.kafka.metrics import SinkMetrics
-from rolltape.schema.cursor import Partition
+from rolltape.ingest.spool_layout import CONFIRMED
+from rolltape.ingest.spool_reader import START, Place
+
+_CONTENT: Final = struct.Struct("<qQ")
+_CHECKED: Final = struct.Struct("<qQI")
 
 
-class Progress:
-    """Notes the log's time stamps of what is read until a commit archives it."""
+def read_progress(epoch_folder: Path) -> Place:
+    """Up to where the brokers are known to have it; the start where nothing is known."""
+    try:
+        segment, offset, crc = _CHECKED.unpack((epoch_folder / CONFIRMED).read_bytes())
+    except (FileNotFoundError, struct.error):
+        return START
+    return Place(segment, offset) if zlib.crc32(_CONTENT.pack(segment, offset)) == crc else START
 
-    def __init__(self, metrics: SinkMetrics) -> None:
-        """Nothing was read."""
-        self._metrics = metrics
-        self._oldest_ms: dict[Partition, int] = {}
-        self._newest_ms: dict[Partition, int] = {}
 
-    def start(self, starts: Mapping[Partition, int], ends: Mapping[Partition, int]) -> None:
-        """Partitions are ours from here on, each at its next offset and with its end."""
-        self._oldest_ms.clear()
-        self._newest_ms.clear()
-        self.report(starts, ends)
-
-    def read(self, partition: Partition, timestamp_ms: int) -> None:
-        """A record was read."""
-        self._oldest_ms.setdefault(partition, timestamp_ms)
-        self._newest_ms[partition] = timestamp_ms
-
-    def committed(self) -> None:
-        """What was read is archived; what comes next is younger than the last of it."""
-        self._oldest_ms = dict(self._newest_ms)
-
-    def report(self, archived: Mapping[Partition, int], ends: Mapping[Partition, int]) -> None:
-        """Set lag and age of each partition from its next offset to archive and its end."""
-        now_ms = time.time() * 1000
-        for partition, offset in archived.items():
-            lag = max(ends[partition] - offset, 0)
-            oldest_ms = self._oldest_ms.get(partition)
-            if not lag:
-                self._oldest_ms.pop(partition, None)
-            age_s = max(now_ms - oldest_ms, 0.0) / 1000 if lag and oldest_ms is not None else 0.0
-            self._metrics.standing(partition, lag=lag, age_s=age_s)
+def write_progress(epoch_folder: Path, place: Place) -> None:
+    """Note that the brokers have everything before ``place``. A disk that refuses costs repeats only."""
+    content = _CONTENT.pack(place.segment, place.offset)
+    try:
+        fd = os.open(epoch_folder / CONFIRMED, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        try:
+            os.pwrite(fd, content + struct.pack("<I", zlib.crc32(content)), 0)
+        finally:
+            os.close(fd)
+    except OSError:
+        return

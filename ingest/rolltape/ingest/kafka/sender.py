@@ -13,16 +13,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from rolltape.ingest.kafka.blobs import BlobStore
 from rolltape.ingest.kafka.client import BrokerProducer, Headers, KafkaClient, Pending, record_bytes
+from rolltape.ingest.kafka.progress import read_progress, write_progress
 from rolltape.ingest.kafka.topics import MAX_MESSAGE_BYTES
 from rolltape.ingest.kafka.versions import (
     PRODUCERS_PARTITION,
@@ -33,7 +35,8 @@ from rolltape.ingest.kafka.versions import (
 from rolltape.ingest.kafka.wire import DAMAGED, Outgoing, to_claim, to_message
 from rolltape.ingest.lanes import NOTHING, Lane
 from rolltape.ingest.spool import Appended
-from rolltape.ingest.spool_reader import EpochReader, Place, ProducerReader
+from rolltape.ingest.spool_layout import epoch_name
+from rolltape.ingest.spool_reader import START, EpochReader, Place, ProducerReader
 from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
@@ -41,13 +44,12 @@ from rolltape.schema.errors import (
     LogError,
     LogUnreachableError,
     RecordTooLargeError,
-    RolltapeError,
 )
 
 _READ_BYTES: Final = 8 << 20
 _IDLE_S: Final = 0.25
+_NOTE_S: Final = 0.1
 _RESCAN_S: Final = 0.05
-_ATTEMPT_S: Final = 5.0
 _FIRST_BACKOFF_S: Final = 0.05
 _LAST_BACKOFF_S: Final = 2.0
 _MIN_ROOM: Final = 64 << 10
@@ -81,7 +83,7 @@ class Route:
     """What a sender needs of its log.
 
     Attributes:
-        client: opens connections.
+        client: opens connections; an attempt should not take long, because the sender tries again by itself.
         blobs: where claimed payloads go; None where there is no lake.
         limit: largest message that the brokers take of a topic, in bytes with overhead.
         refresh: look at the topics again, after the brokers refused a record for its size.
@@ -99,13 +101,15 @@ class Sender:
     def __init__(self, route: Route, producer_folder: Path, epoch: int) -> None:
         """Start the thread; ``epoch`` is the one that is being written."""
         self._route = route
-        config = route.client.config
-        # The thread tries again by itself, and must be able to end in time.
-        self._client = KafkaClient(replace(config, bootstrap_timeout_s=min(config.bootstrap_timeout_s, _ATTEMPT_S)))
-        self._room = config.max_in_flight_bytes
+        self._producer_folder = producer_folder
+        self._client = route.client
+        self._room = route.client.config.max_in_flight_bytes
         self._epoch = epoch
         self._reader = ProducerReader(producer_folder)
         self._current = next(reader for reader in self._reader.epochs() if reader.epoch == epoch)
+        for reader in self._reader.epochs():
+            reader.resume_at(read_progress(self._folder(reader)))
+        self._noted: dict[int, tuple[float, Place]] = {}
         self._broker: BrokerProducer | None = None
         self._versions = VersionKeys(self._client)
         self._limits: dict[str, int] = {}
@@ -169,7 +173,7 @@ class Sender:
         try:
             if self._is_quiet() and self._stage_handed():
                 self._send_ready(may_claim=False)
-        except (RolltapeError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  # the record is spooled; the thread sends it again
             self._failed = error
         finally:
             self._lock.release()
@@ -218,7 +222,7 @@ class Sender:
             try:
                 with self._lock:
                     progress = self._round()
-            except (RolltapeError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  # whatever it was, the spool keeps everything: again
                 with self._lock:
                     self._fail(error)
                 self._stop.wait(backoff_s)
@@ -233,7 +237,7 @@ class Sender:
         """Take what was decided, send what there is room for; whether something was acknowledged.
 
         Raises:
-            LogError, StoreError, OSError: something failed; everything after it is to be sent again.
+            Exception: something failed; everything that is not acknowledged is to be sent again.
         """
         if self._failed is not None:
             raise self._failed
@@ -247,6 +251,7 @@ class Sender:
         while not self._stop.is_set() and not self._ready and self._stage():
             self._send_ready(may_claim=True)
         if not self._ready and not self._in_flight:
+            self._confirm_all_read()
             self._look_at_older_epochs()
         return acknowledged
 
@@ -279,6 +284,7 @@ class Sender:
                 self._confirmed_bytes += first.num_bytes
         for reader, place in confirmed.items():
             reader.confirm(place)
+            self._note(reader, place)
         if confirmed:
             self._error = None
             self._tell()
@@ -287,10 +293,20 @@ class Sender:
             raise failed
         return bool(confirmed)
 
+    def _folder(self, reader: EpochReader) -> Path:
+        return self._producer_folder / epoch_name(reader.epoch)
+
+    def _note(self, reader: EpochReader, place: Place, *, at_most_every_s: float = _NOTE_S) -> None:
+        """Keep how far the brokers are, now and then."""
+        now = time.monotonic()
+        noted_at, noted = self._noted.get(reader.epoch, (-math.inf, START))
+        if place != noted and now - noted_at >= at_most_every_s:
+            write_progress(self._folder(reader), place)
+            self._noted[reader.epoch] = (now, place)
+
     def _look_at_older_epochs(self) -> None:
         """Older epochs go once nothing of them is on its way."""
         if self._older_epochs:
-            self._confirm_all_read()
             self._reader.forget_drained()
             self._older_epochs = [reader.epoch for reader in self._reader.epochs() if reader.epoch < self._epoch]
             self._tell()
@@ -300,6 +316,7 @@ class Sender:
         if not self._in_flight and not self._ready:
             for reader in self._reader.epochs():
                 reader.confirm(reader.place)
+                self._note(reader, reader.place, at_most_every_s=0.0)
 
     def _tell(self) -> None:
         with self._changed:
