@@ -52,7 +52,7 @@ def long_action(stage: Stage, servers: Servers) -> None:
 
 def huge_action(stage: Stage, servers: Servers) -> None:
     """An action of 40 MB: the brokers take at most 16, so its payload lies beside the lake."""
-    stage.workloads[1:] = [replace(workload, pause_s=0.04) for workload in stage.workloads[1:]]
+    stage.workloads[1:] = [replace(workload, pause_s=0.4) for workload in stage.workloads[1:]]
     _play(stage, [LongAction(_BLOCK, _CALL, HUGE)], num_producers=1)
     if not any((stage.place.table / "blobs").rglob("*")):
         stage.problems.append("expected a blob beside the lake, got none: no claim check was made")

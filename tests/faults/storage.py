@@ -117,7 +117,7 @@ def bucket_behind_faulty_http(folder: Path, servers: Servers) -> Iterator[Place]
 
 def kill_s3(stage: Stage, servers: Servers) -> None:
     """The server dies every second or so while the sink commits; what it acknowledged it keeps."""
-    stage.pace(0.05)
+    stage.pace(0.6)
     stage.start()
     stage.hold_at(0.1)
     stage.flow()

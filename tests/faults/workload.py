@@ -56,12 +56,12 @@ class Content(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """Everything that one producer records. ``pause_s`` lies between two calls of the recorder."""
+    """Everything that one producer records: blocks in a burst each, with ``pause_s`` between them."""
 
     seed: int
     producer_id: str
     num_blocks: int
-    pause_s: float = 0.02
+    pause_s: float = 0.2
     long_actions: tuple[LongAction, ...] = ()
 
     @cached_property

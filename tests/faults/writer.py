@@ -117,7 +117,7 @@ def write(job: WriterJob) -> None:
                 acknowledger.recorded(receipt.event_ids)
                 if acknowledger.error is not None:
                     raise acknowledger.error
-                time.sleep(workload.pause_s)
+            time.sleep(workload.pause_s)
         acknowledger.finish()
         # An earlier start may have left records in the spool that nobody waited for.
         recorder.wait_for_older_epochs(PATIENCE_S)
