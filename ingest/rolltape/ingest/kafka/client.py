@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from rolltape.ingest.kafka.config import KafkaConfig
+from rolltape.ingest.kafka.tls import tls_context
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
     ConfigError,
@@ -124,6 +125,7 @@ class _Manager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor ship
     def get_connection(self, node_id: Any, *args: Any, **options: Any) -> Any:
         connection = super().get_connection(node_id, *args, **options)
         connection.init_future.add_errback(self._remember)
+        connection.init_future.add_callback(self._forget)
         return connection
 
     def maybe_raise_auth_failure(self, node_id: Any) -> None:
@@ -135,6 +137,9 @@ class _Manager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor ship
 
     def _remember(self, error: Exception) -> None:
         self.last_error = error
+
+    def _forget(self, _: object) -> None:
+        self.last_error = None
 
     async def _build_transport(self, node: Any, timeout_at: float | None = None) -> Any:
         transport = await super()._build_transport(node, timeout_at=timeout_at)
@@ -184,11 +189,7 @@ class _Connection:
             "sasl_mechanism": config.sasl_mechanism,
             "sasl_plain_username": config.sasl_username,
             "sasl_plain_password": config.sasl_password,
-            "ssl_cafile": config.ssl_cafile,
-            "ssl_certfile": config.ssl_certfile,
-            "ssl_keyfile": config.ssl_keyfile,
-            "ssl_password": config.ssl_key_password,
-            "ssl_check_hostname": config.ssl_check_hostname,
+            "ssl_context": tls_context(config),
             "request_timeout_ms": int(config.request_timeout_s * 1000),
             "bootstrap_timeout_ms": int(config.bootstrap_timeout_s * 1000),
             "reconnect_backoff_max_ms": 1000,

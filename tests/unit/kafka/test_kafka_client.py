@@ -1,0 +1,193 @@
+"""The vendor's client behind our names: errors that say what to do, and what a broker does with us."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolltape.ingest.kafka.client import BrokerAdmin, BrokerConsumer, KafkaClient, Message, connect, record_bytes
+from rolltape.ingest.kafka.config import KafkaConfig, Secret
+from rolltape.schema.cursor import Partition
+from rolltape.schema.errors import ConfigError, LogUnreachableError, OffsetGoneError, TopicError
+
+ONE, TWO = Partition("rollout", 0), Partition("rollout", 1)
+QUICK: dict[str, Any] = {"bootstrap_timeout_s": 1.0, "prefix": "x"}
+
+
+@pytest.fixture
+def client(kafka_broker: Any, topic_prefix: str) -> KafkaClient:
+    """A client of a broker that has the topic ``rollout`` with two partitions."""
+    config = KafkaConfig(
+        bootstrap=tuple(kafka_broker.bootstrap.split(",")), prefix=topic_prefix, bootstrap_timeout_s=3.0
+    )
+    with contextlib.closing(BrokerAdmin(config)) as admin:
+        admin.create("rollout", 2, 1, {"max.message.bytes": str(1 << 20)})
+    return connect(config)
+
+
+@pytest.fixture
+def consumer(client: KafkaClient) -> Iterator[BrokerConsumer]:
+    """Assigned to nothing yet."""
+    opened = client.consumer()
+    yield opened
+    opened.close()
+
+
+def send(client: KafkaClient, *values: bytes, partition: Partition = ONE) -> list[int]:
+    """Offsets of values that were sent and acknowledged."""
+    with contextlib.closing(client.producer()) as producer:
+        pending = [producer.send(partition, b"key", value, [("name", b"header")]) for value in values]
+        producer.flush(20)
+        assert [one.error() for one in pending] == [None] * len(values)
+        return [one.offset for one in pending]
+
+
+def read(consumer: BrokerConsumer, num_messages: int) -> list[Message]:
+    """The next messages."""
+    found: list[Message] = []
+    for _ in range(60):
+        found += [message for messages in consumer.poll(0.5).values() for message in messages]
+        if len(found) >= num_messages:
+            return found
+    raise AssertionError(f"expected {num_messages} messages, got {found}")
+
+
+def test_what_was_sent_is_read_with_key_value_and_headers(client: KafkaClient, consumer: BrokerConsumer) -> None:
+    assert send(client, b"a", b"b") == [0, 1]
+    consumer.assign([ONE])
+    consumer.seek(ONE, 0)
+    messages = read(consumer, 2)
+    assert [message[:5] for message in messages] == [
+        (ONE, 0, b"key", b"a", [("name", b"header")]),
+        (ONE, 1, b"key", b"b", [("name", b"header")]),
+    ]
+    assert consumer.position(ONE) == 2
+    assert (consumer.begin_offsets([ONE, TWO]), consumer.end_offsets([ONE, TWO])) == (
+        {ONE: 0, TWO: 0},
+        {ONE: 2, TWO: 0},
+    )
+
+
+def test_a_position_outside_the_log_is_an_error_that_names_it(client: KafkaClient, consumer: BrokerConsumer) -> None:
+    send(client, b"a")
+    consumer.assign([ONE])
+    consumer.seek(ONE, 5)
+    with pytest.raises(OffsetGoneError, match="rollout/0 to hold offset 5, got 0 to 0") as found:
+        read(consumer, 1)
+    assert (found.value.partition, found.value.offset) == (ONE, 5)
+
+
+def test_a_group_tells_in_the_callers_thread_and_starts_where_it_says(
+    client: KafkaClient, consumer: BrokerConsumer
+) -> None:
+    send(client, b"a", b"b", b"c")
+    member = client.consumer("group-" + client.config.prefix)
+    assigned: list[set[Partition]] = []
+
+    def on_assigned(partitions: set[Partition]) -> None:
+        # Asking the brokers is allowed here.
+        assigned.append(set(member.begin_offsets(partitions)))
+        for partition in partitions:
+            member.seek(partition, 1 if partition == ONE else 0)
+
+    member.subscribe(["rollout"], lambda _: None, on_assigned)
+    assert [message.value for message in read(member, 2)] == [b"b", b"c"]
+    assert assigned == [{ONE, TWO}]
+    member.commit({ONE: 3})
+    member.close()
+
+
+def test_a_partition_or_topic_that_is_not_there_is_named(client: KafkaClient) -> None:
+    with contextlib.closing(client.producer()) as producer:
+        with pytest.raises(TopicError, match="partition 7"):
+            producer.send(Partition("rollout", 7), b"k", b"v", [])
+        with contextlib.closing(client.admin()) as admin:
+            assert admin.describe(["training"]) == {"training": None}
+    # Asking for a topic does not make it.
+    with contextlib.closing(client.admin()) as admin:
+        assert admin.describe(["training"]) == {"training": None}
+
+
+def test_sizes_are_counted_with_what_is_around_them(client: KafkaClient) -> None:
+    headers = [("name", b"x" * 1000)]
+    assert 2000 + 3 < record_bytes(b"key", b"v" * 1000, headers) < 2000 + 200
+
+
+def test_an_unknown_host_is_named() -> None:
+    with pytest.raises(LogUnreachableError, match=r"no-such-host\.invalid:9092.*DNS"):
+        connect(KafkaConfig(bootstrap=("no-such-host.invalid:9092",), **QUICK))
+
+
+def test_a_closed_port_is_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(LogUnreachableError, match=f"127.0.0.1:{port}.*REFUSED.*is it running"):
+            connect(KafkaConfig(bootstrap=(f"127.0.0.1:{port}",), **QUICK))
+
+
+def test_somebody_who_never_answers_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(LogUnreachableError, match=f"127.0.0.1:{port}"):
+            connect(KafkaConfig(bootstrap=(f"127.0.0.1:{port}",), **QUICK))
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("ssl_cafile", {"ssl_cafile": "/nowhere/at/all.pem"}),
+        ("ssl_certfile", {"ssl_certfile": "/nowhere/at/all.pem", "ssl_key_password": Secret("hush")}),
+    ],
+)
+def test_a_certificate_that_cannot_be_read_is_named_before_connecting(field: str, settings: dict[str, Any]) -> None:
+    config = KafkaConfig(bootstrap=("127.0.0.1:1",), security_protocol="SSL", **QUICK, **settings)
+    with pytest.raises(ConfigError, match=f"^{field}.*all.pem") as found:
+        connect(config)
+    assert "hush" not in str(found.value)
+
+
+def test_a_password_is_not_logged_by_the_vendor_either(caplog: pytest.LogCaptureFixture) -> None:
+    config = KafkaConfig(
+        bootstrap=("127.0.0.1:1",),
+        security_protocol="SASL_PLAINTEXT",
+        sasl_mechanism="SCRAM-SHA-256",
+        sasl_username="alice",
+        sasl_password=Secret("hush-hush"),
+        **QUICK,
+    )
+    with caplog.at_level(logging.DEBUG), pytest.raises(LogUnreachableError) as found:
+        connect(config)
+    assert "alice" in caplog.text
+    assert "hush-hush" not in caplog.text + str(found.value) + repr(found.value.__cause__)
+
+
+@pytest.mark.parametrize("missing", ["crc32c", "kafka"])
+def test_a_missing_library_is_an_error_at_the_start(missing: str) -> None:
+    # Without crc32c the vendor's client works, at a twentieth of the speed.
+    program = (
+        f"import sys; sys.modules[{missing!r}] = None\n"
+        "from rolltape.schema.errors import ConfigError\n"
+        "from rolltape.ingest import open_log\n"
+        "try: open_log('kafka://127.0.0.1:1/x')\n"
+        "except ConfigError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert missing in done.stdout
+    assert "install rolltape[kafka]" in done.stdout
+
+
+def test_opening_a_log_without_topics_says_how_to_make_them(client: KafkaClient, tmp_path: Path) -> None:
+    from rolltape.ingest import open_log
+
+    url = client.config.url
+    with pytest.raises(TopicError, match=f"rolltape topics --log {url} --create"):
+        open_log(url, spool=tmp_path)
