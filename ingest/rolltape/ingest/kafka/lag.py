@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from rolltape.ingest.kafka.metrics import SinkMetrics
 from rolltape.schema.cursor import Partition
@@ -33,13 +34,18 @@ class Lag:
         """What was read is archived; what comes next is younger than the last of it."""
         self._oldest_ms = dict(self._newest_ms)
 
-    def report(self, archived: Mapping[Partition, int], ends: Mapping[Partition, int]) -> None:
-        """Set lag and age of each partition from its next offset to archive and its end."""
+    def report(
+        self,
+        archived: Mapping[Partition, int],
+        ends: Mapping[Partition, int],
+        waiting_ms: Mapping[Partition, int] = MappingProxyType({}),
+    ) -> None:
+        """Set lag and age of each partition: its next offset to archive, its end, and since when a record waits."""
         now_ms = time.time() * 1000
         for partition, offset in archived.items():
             lag = max(ends[partition] - offset, 0)
-            oldest_ms = self._oldest_ms.get(partition)
             if not lag:
                 self._oldest_ms.pop(partition, None)
-            age_s = max(now_ms - oldest_ms, 0.0) / 1000 if lag and oldest_ms is not None else 0.0
+            known = [times[partition] for times in (self._oldest_ms, waiting_ms) if partition in times]
+            age_s = max(now_ms - min(known), 0.0) / 1000 if lag and known else 0.0
             self._metrics.standing(partition, lag=lag, age_s=age_s)

@@ -27,17 +27,19 @@ from rolltape.ingest.kafka.reader import SINK_ID
 from rolltape.ingest.kafka.retention import BlobRetention
 from rolltape.ingest.kafka.sink_options import SinkOptions
 from rolltape.ingest.kafka.target import MeasuredTarget
-from rolltape.ingest.lanes import NOTHING, log_app_id
+from rolltape.ingest.lanes import NOTHING, Gap, log_app_id
 from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
     CommitterFencedError,
+    LogAuthenticationError,
+    LogAuthorizationError,
     LogError,
+    LogMismatchError,
     LogUnreachableError,
     OffsetGoneError,
     StorageFullError,
     StoreUnreachableError,
-    TopicError,
 )
 from rolltape.schema.kinds import TOPICS
 from rolltape.schema.validate import Limits
@@ -50,10 +52,11 @@ _LOG: Final = logging.getLogger(__name__)
 MAINTAINS: Final = Partition("control", 0)
 """Whoever archives this partition looks after the lake: one sink at a time."""
 
+_FINAL: Final = (LogMismatchError, LogAuthenticationError, LogAuthorizationError)
 _PASSING: Final = (StorageFullError, StoreUnreachableError, LogUnreachableError, CommitterFencedError)
 _POLL_RECORDS: Final = 2_000
-_MISSING_TOPIC_S: Final = 60.0
-"""How long a topic may be unknown to the brokers: one that was just restarted has not heard of all."""
+_DOUBTFUL_S: Final = 60.0
+"""How long other refusals of the brokers are waited out: one that was just restarted does not know its topics yet."""
 
 __all__ = ["MAINTAINS", "Sink", "SinkOptions"]
 
@@ -236,7 +239,7 @@ class Sink:
             self.num_commits += 1
             self._lag.committed()
             if self._upkeep is not None:
-                self._upkeep.after_round(committed=True, version=self._lake.snapshot().version)
+                self._upkeep.after_round(committed=True, version=self._lake.known_snapshot().version)
 
     # Beside the rows.
 
@@ -255,14 +258,25 @@ class Sink:
             data_files=len(snapshot.files),
         )
         places = self._consumer.assignment()
+        archived = self._archived(snapshot.transactions, places)
         try:
             self._alarms.send(gaps, self._archive.waiting_since)
-            self._lag.report(self._archived(snapshot.transactions, places), self._consumer.end_offsets(places))
-            self._consumer.commit(self._archived(snapshot.transactions, places))
+            self._lag.report(archived, self._consumer.end_offsets(places), self._waiting(gaps))
+            self._consumer.commit(archived)
         except LogError as error:
             _LOG.info("lag is not known for now: %s", error)
         if self._upkeep is not None:
             self._upkeep.after_round(committed=False, version=snapshot.version)
+
+    def _waiting(self, gaps: Collection[Gap]) -> dict[Partition, int]:
+        """The log's time stamps, in milliseconds, of the records behind gaps."""
+        since = {gap.lane: self._archive.waiting_since(gap.lane) for gap in gaps}
+        oldest: dict[Partition, int] = {}
+        for lane, time_us in since.items():
+            if time_us is not None:
+                place = lane.log_partition
+                oldest[place] = min(time_us // 1000, oldest.get(place, time_us // 1000))
+        return oldest
 
     def _archived(self, transactions: Mapping[str, int], places: Collection[Partition]) -> dict[Partition, int]:
         """The next offset, by the brokers' count, that is to be archived of each partition."""
@@ -284,8 +298,10 @@ class Sink:
         while not stop.is_set():
             try:
                 self.run_once()
-            except (*_PASSING, TopicError) as error:
-                if isinstance(error, TopicError) and time.monotonic() - last_good_s > _MISSING_TOPIC_S:
+            except (*_PASSING, LogError) as error:
+                if isinstance(error, _FINAL):
+                    raise
+                if not isinstance(error, _PASSING) and time.monotonic() - last_good_s > _DOUBTFUL_S:
                     raise
                 self._wait_out(error, pause_s, stop)
                 pause_s = min(2 * pause_s, self.options.max_retry_s)

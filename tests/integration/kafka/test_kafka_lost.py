@@ -1,0 +1,169 @@
+"""A log that lost something, on a real broker: readers go on from the lake, sinks say what is lost and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.servers.apache_kafka import KafkaCluster
+
+from rolltape.ingest import Recorder
+from rolltape.ingest.deadletters import accept_loss_in_log
+from rolltape.ingest.kafka.client import KafkaClient
+from rolltape.ingest.kafka.config import KafkaConfig
+from rolltape.ingest.kafka.log import KafkaLog
+from rolltape.ingest.kafka.sink import Sink, SinkOptions
+from rolltape.ingest.kafka.topics import TopicPlan, ensure_topics
+from rolltape.ingest.lanes import Lane
+from rolltape.recipes.cli import main
+from rolltape.schema.cursor import Cursor, Partition
+from rolltape.schema.errors import OffsetLostError, TopicRecreatedError
+from rolltape.store.lake import Lake
+from rolltape.store.verify import verify
+
+PLACE = Partition("rollout", 0)
+QUICK = SinkOptions(linger_s=0.02, maintenance=False)
+
+
+@pytest.fixture
+def config(apache_kafka: KafkaCluster, topic_prefix: str) -> KafkaConfig:
+    """A log of one rollout partition."""
+    made = KafkaConfig.from_url(f"kafka://{apache_kafka.bootstrap}/{topic_prefix}", {})
+    make_topics(made)
+    return made
+
+
+def make_topics(config: KafkaConfig) -> None:
+    with contextlib.closing(KafkaClient(config).admin()) as admin:
+        ensure_topics(admin, TopicPlan.of(partitions={"rollout": 1}), create=True)
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake.create(tmp_path / "lake")
+
+
+@contextlib.contextmanager
+def opened(config: KafkaConfig, lake: Lake, spool: Path) -> Iterator[KafkaLog]:
+    with KafkaLog(config, Lake.open(lake.location), spool=spool) as log:
+        yield log
+
+
+def record(log: KafkaLog, first: int, number: int, producer_id: str = "p") -> None:
+    """One record an event."""
+    with Recorder(log, producer_id=producer_id, run_id="run") as recorder:
+        for item in range(first, first + number):
+            recorder.record("rollout_started", trajectory_id=f"t{item}", attempt=0, group_id="g")
+            recorder.flush()
+
+
+def drain(config: KafkaConfig, lake: Lake) -> None:
+    with contextlib.closing(Sink(config, Lake.open(lake.location), options=QUICK, alone=True)) as sink:
+        sink.drain(60)
+
+
+def delete_before(cluster: KafkaCluster, config: KafkaConfig, offset: int, folder: Path) -> None:
+    """As retention does, but at once."""
+    wish = {"topic": config.broker_topic("rollout"), "partition": 0, "offset": offset}
+    file = folder / "delete.json"
+    file.write_text(json.dumps({"partitions": [wish], "version": 1}))
+    command = "org.apache.kafka.tools.DeleteRecordsCommand"
+    cluster.tool(command, "--bootstrap-server", cluster.bootstrap, "--offset-json-file", str(file))
+
+
+def trajectories(log: KafkaLog, start: Cursor) -> list[str]:
+    """What a reader delivers from ``start`` to the present end."""
+    with contextlib.closing(log.reader(start, topics=["rollout"])) as reader:
+        found: list[str] = []
+        while reader.cursor[PLACE] < log.end()[PLACE]:
+            for delivery in reader.poll(1.0):
+                found += delivery.table["trajectory_id"].to_pylist()
+        return found
+
+
+def test_a_reader_whose_offset_the_log_lost_goes_on_from_the_lake(
+    apache_kafka: KafkaCluster, config: KafkaConfig, lake: Lake, tmp_path: Path
+) -> None:
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 0, 6)
+        live = log.reader(Cursor(), topics=["rollout"])
+        first: list[str] = []
+        while len(first) < 6:
+            first += [name for item in live.poll(1.0) for name in item.table["trajectory_id"].to_pylist()]
+        record(log, 6, 6)
+        drain(config, lake)
+        delete_before(apache_kafka, config, 10, tmp_path)
+        record(log, 12, 3)
+        # One that stood still meanwhile, and those that come late, from before and from after what was deleted.
+        while len(first) < 15:
+            first += [name for item in live.poll(1.0) for name in item.table["trajectory_id"].to_pylist()]
+        live.close()
+        expected = [f"t{number}" for number in range(15)]
+        assert first == expected
+        for start in (0, 3, 10, 13):
+            assert trajectories(log, Cursor({PLACE: start})) == expected[start:]
+
+
+def test_offsets_that_were_deleted_before_they_were_archived_are_named_and_skipped(
+    apache_kafka: KafkaCluster, config: KafkaConfig, lake: Lake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 0, 4)
+        drain(config, lake)
+        record(log, 4, 4, producer_id="q")
+        record(log, 8, 4)
+        delete_before(apache_kafka, config, 6, tmp_path)
+        with pytest.raises(OffsetLostError, match=r"2 offsets \(4 to 5\).*--skip-lost rollout/0"):
+            drain(config, lake)
+        with pytest.raises(OffsetLostError, match="--skip-lost rollout/0"):
+            log.reader(Cursor({PLACE: 4}))
+        arguments = ["sink", "--log", config.url, "--lake", str(lake.location), "--once"]
+        assert main(arguments) == 1
+        assert "OffsetLostError" in capsys.readouterr().err
+        assert main([*arguments, "--skip-lost", "rollout/0"]) == 0
+        assert '"num_offsets": 2' in capsys.readouterr().out
+        # The lane of what was lost stands; the others go on. An operator accepts, and it goes on too.
+        assert lake.read("rollout_started").num_rows == 8
+        accept_loss_in_log(log, Lane("q", 1, "rollout", 0), 1, first=0)
+        drain(config, lake)
+        assert sorted(lake.read("rollout_started")["trajectory_id"].to_pylist()) == sorted(
+            f"t{number}" for number in (0, 1, 2, 3, 6, 7, 8, 9, 10, 11)
+        )
+        assert verify(lake).ok
+
+
+def test_a_topic_that_was_created_anew_is_an_error_until_it_is_adopted(
+    config: KafkaConfig, lake: Lake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 0, 5)
+        drain(config, lake)
+    with contextlib.closing(KafkaClient(config).admin()) as admin:
+        admin.delete(["rollout"])
+    make_topics_again(config)
+    with pytest.raises(TopicRecreatedError, match=r"rollout/0 up to 4.*--adopt rollout"):
+        Sink(config, Lake.open(lake.location), options=QUICK, alone=True)
+    arguments = ["sink", "--log", config.url, "--lake", str(lake.location), "--once"]
+    assert main([*arguments, "--adopt", "rollout"]) == 0
+    assert '"generation": 2' in capsys.readouterr().out
+    with opened(config, lake, tmp_path / "spool") as log:
+        assert log.end()[PLACE] == 5
+        record(log, 5, 3, producer_id="q")
+        live = trajectories(log, Cursor({PLACE: 3}))
+        drain(config, lake)
+        assert trajectories(log, Cursor({PLACE: 3})) == live == ["t3", "t4", "t5", "t6", "t7"]
+        assert lake.read("rollout_started")["log_offset"].to_pylist() == list(range(8))
+        assert verify(lake).ok
+
+
+def make_topics_again(config: KafkaConfig) -> None:
+    """The brokers take a moment to forget a topic."""
+    for _ in range(50):
+        make_topics(config)
+        with contextlib.closing(KafkaClient(config).admin()) as admin:
+            if admin.describe(["rollout"])["rollout"] is not None:
+                return
+    raise AssertionError("the topic was not created anew")
