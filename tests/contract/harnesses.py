@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+import pyarrow as pa
 import pytest
+from tests.arrow_bits import same_bits
 from tests.servers.fixtures import Broker
 from tests.servers.s3_server import Bucket
 
@@ -28,12 +31,13 @@ from rolltape.ingest.log import EventLog, LogProducer, LogReader
 from rolltape.ingest.memory import MemoryLog
 from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Cursor, Partition
+from rolltape.schema.kinds import KINDS
 from rolltape.schema.validate import Limits
 from rolltape.store.lake import Lake
 
 LIMITS: Final = Limits(vocab_size=1000)
 
-OPTIONS: Final = SinkOptions(linger_s=0.02, alarm_after_s=0.05, maintenance=False)
+OPTIONS: Final = SinkOptions(linger_s=0.02, status_s=0.1, alarm_after_s=0.05, maintenance=False)
 """A sink in a hurry."""
 
 
@@ -59,7 +63,11 @@ class Harness(Protocol):
         ...
 
     def watch(self) -> None:
-        """Start what raises alarms, where that is a program of its own."""
+        """Start what archives and raises alarms, where that is a program of its own."""
+        ...
+
+    def archived(self, kind: str) -> pa.Table:
+        """What the archive holds of a kind: the lake, where there is one."""
         ...
 
     def accept_loss(self, lane: Lane, first: int, through: int) -> None:
@@ -83,6 +91,10 @@ class MemoryHarness:
     def watch(self) -> None:
         """The log does it itself."""
 
+    def archived(self, kind: str) -> pa.Table:
+        commits = self.log.target.commits
+        return pa.concat_tables([part.table for commit in commits for part in commit if part.kind == kind])
+
     def accept_loss(self, lane: Lane, first: int, through: int) -> None:
         self.log.accept_loss(lane, through)
 
@@ -103,6 +115,9 @@ class EmbeddedHarness:
 
     def watch(self) -> None:
         """The committer does it."""
+
+    def archived(self, kind: str) -> pa.Table:
+        return self.lake.read(kind)
 
     def accept_loss(self, lane: Lane, first: int, through: int) -> None:
         accept_loss(self.lake, lane, through)
@@ -149,8 +164,49 @@ class KafkaHarness:
     def watch(self) -> None:
         self.stack.enter_context(running_sink(self.log.config, self.lake))
 
+    def archived(self, kind: str) -> pa.Table:
+        return self.lake.read(kind)
+
     def accept_loss(self, lane: Lane, first: int, through: int) -> None:
         accept_loss_in_log(self.log, lane, through, first=first)
+
+    def compare_readers_with_the_lake(self) -> None:
+        """Whatever the test did: readers deliver what a sink archives, from the brokers alone and from the lake."""
+        with Sink(self.log.config, self.lake, options=OPTIONS, limits=LIMITS, alone=True) as sink:
+            sink.drain(30)
+        archived = {kind: in_order(table) for kind in KINDS if (table := self.lake.read(kind)).num_rows}
+        with KafkaLog(self.log.config, None, spool=self.log.spool_path, limits=LIMITS) as bare:
+            # What lies beside the lake is found without its rows.
+            bare.blobs = self.log.blobs
+            assert_same_events(delivered(bare), archived)
+        assert_same_events(delivered(self.log), archived)
+
+
+def delivered(log: KafkaLog) -> dict[str, pa.RecordBatch]:
+    """All rows of a log up to its present end, by kind."""
+    end = log.end()
+    tables: dict[str, list[pa.Table]] = {}
+    deadline = time.monotonic() + 30
+    with contextlib.closing(log.reader(Cursor())) as reader:
+        while any(reader.cursor[partition] < end[partition] for partition in end):
+            assert time.monotonic() < deadline, f"{reader.cursor} does not reach {end}"
+            for delivery in reader.poll(1.0):
+                tables.setdefault(delivery.kind, []).append(delivery.table)
+    return {kind: in_order(pa.concat_tables(found)) for kind, found in tables.items()}
+
+
+def in_order(table: pa.Table) -> pa.RecordBatch:
+    """Rows in the order of the log. When a dead letter of an archive was made is the archive's own matter."""
+    keys = ("log_topic", "log_partition", "log_offset", "producer_id", "producer_epoch", "lane_seq", "event_id")
+    ordered = table.sort_by([(key, "ascending") for key in keys]).drop_columns("recorded_at")
+    return ordered.combine_chunks().to_batches()[0]
+
+
+def assert_same_events(one: Mapping[str, pa.RecordBatch], other: Mapping[str, pa.RecordBatch]) -> None:
+    """Bit by bit."""
+    assert one.keys() == other.keys()
+    for kind, rows in one.items():
+        assert same_bits(rows, other[kind]), f"{kind}:\n{rows.to_pylist()}\n{other[kind].to_pylist()}"
 
 
 @contextlib.contextmanager
@@ -195,8 +251,10 @@ def embedded_on_s3(request: pytest.FixtureRequest, folder: Path, stack: contextl
 
 
 def noida_db(request: pytest.FixtureRequest, folder: Path, stack: contextlib.ExitStack) -> Harness:
-    """The small broker."""
-    return _kafka(request, request.getfixturevalue("noida_broker"), folder, stack)
+    """The small broker; after each test, readers are compared with the lake."""
+    harness = _kafka(request, request.getfixturevalue("noida_broker"), folder, stack)
+    stack.callback(harness.compare_readers_with_the_lake)
+    return harness
 
 
 def real_kafka(request: pytest.FixtureRequest, folder: Path, stack: contextlib.ExitStack) -> Harness:
@@ -208,7 +266,7 @@ def _embedded(lake: Lake, stack: contextlib.ExitStack) -> Harness:
     return EmbeddedHarness(lake, stack.enter_context(EmbeddedLog(lake, "thread", limits=LIMITS)))
 
 
-def _kafka(request: pytest.FixtureRequest, broker: Broker, folder: Path, stack: contextlib.ExitStack) -> Harness:
+def _kafka(request: pytest.FixtureRequest, broker: Broker, folder: Path, stack: contextlib.ExitStack) -> KafkaHarness:
     prefix: str = request.getfixturevalue("topic_prefix")
     config = KafkaConfig.from_url(f"kafka://{broker.bootstrap}/{prefix}", {})
     lake = Lake.create(folder / "lake")

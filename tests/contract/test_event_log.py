@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -390,6 +391,65 @@ def test_strange_log_probs_are_stored_as_they_are(log: EventLog, tools: Any) -> 
     assert back.of("dead_letter") == []
     (row,) = back.of("action_sampled")
     assert repr([None if v is None else round(v, 6) for v in row["rollout_log_probs"]]) == repr(values)
+
+
+# Size and number.
+
+
+def test_an_action_of_a_million_tokens_arrives_whole(log: EventLog, tools: Any) -> None:
+    count = 1_200_000
+    rng = np.random.default_rng(5)
+    ids, log_probs = rng.integers(0, 1000, count, dtype=np.int32), -rng.exponential(size=count).astype(np.float32)
+    lanes = tools.lanes(log.producer("p"))
+    ends = pa.array([0, count], pa.int32())
+
+    def one(values: np.ndarray) -> pa.ListArray:
+        type_ = pa.list_(pa.field("element", pa.from_numpy_dtype(values.dtype)))
+        return pa.ListArray.from_arrays(ends, pa.array(values), type=type_)
+
+    record = action(tools, lanes, "t", 0, token_ids=one(ids), rollout_log_probs=one(log_probs))
+    assert record.num_bytes > 8 << 20
+    lanes.producer.send(record)
+    lanes.producer.send(action(tools, lanes, "t", 1))
+    lanes.producer.flush("logged", 60)
+    reader = log.reader(Cursor(), kinds=["action_sampled"])
+    tables = tools.wait_for(lambda: reader.poll(1.0))
+    while sum(delivery.table.num_rows for delivery in tables) < 2:
+        tables += reader.poll(1.0)
+    whole = pa.concat_tables([delivery.table for delivery in tables])
+    assert whole["event_index"].to_pylist() == [0, 1]
+    first = whole.slice(0, 1)
+    assert np.array_equal(first["token_ids"].combine_chunks().flatten().to_numpy(), ids)
+    assert np.array_equal(first["rollout_log_probs"].combine_chunks().flatten().to_numpy(), log_probs)
+
+
+def test_many_small_events_keep_their_order(log: EventLog, tools: Any) -> None:
+    with Recorder(log, producer_id="p", run_id="run") as recorder:
+        sent = [
+            recorder.record("observation_received", trajectory_id="t", attempt=0, token_ids=[number])
+            if number % 7
+            else recorder.record("rollout_started", trajectory_id="t", attempt=0)
+            for number in range(300)
+        ]
+        recorder.flush()
+    back = tools.read_back(log)
+    rows = [row for kind in ("rollout_started", "observation_received") for row in back.of(kind)]
+    rows.sort(key=lambda row: row["lane_seq"])
+    assert [row["event_id"] for row in rows] == sent
+    assert [row["event_index"] for row in rows] == list(range(300))
+    offsets = [row["log_offset"] for row in rows]
+    assert offsets == sorted(offsets)
+
+
+def test_what_was_logged_can_be_waited_for_in_the_archive(harness: Any, log: EventLog, tools: Any) -> None:
+    harness.watch()
+    with Recorder(log, producer_id="p", run_id="run") as recorder:
+        for number in range(3):
+            sent = [recorder.record("rollout_started", trajectory_id=f"t{number}", attempt=0) for _ in range(5)]
+            recorder.flush()
+            log.wait_until_archived(30)
+            assert set(sent) <= set(harness.archived("rollout_started")["event_id"].to_pylist())
+    assert harness.archived("rollout_started").num_rows == 15
 
 
 # Through the recorder.
