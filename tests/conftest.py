@@ -234,9 +234,10 @@ def feed() -> Feed:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the spools of lakes in object stores out of the user's folders."""
+    """Keep the spools and cached files of lakes in object stores out of the user's folders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 

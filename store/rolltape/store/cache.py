@@ -14,7 +14,7 @@ import pathlib
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import cache
 from typing import Final, NamedTuple
@@ -47,29 +47,48 @@ class FileCache:
         self.max_bytes = max_bytes
         self._added = max_bytes
         self._lock = threading.Lock()
-        self._fetching: dict[pathlib.Path, threading.Lock] = {}
-        self._writing: dict[pathlib.Path, Future[None]] = {}
+        self._fetching: dict[pathlib.Path, tuple[threading.Lock, int]] = {}
+        self._writing: dict[pathlib.Path, tuple[pa.Buffer, Future[None]]] = {}
 
-    def open(self, url: str, size_bytes: int, fetch: Callable[[], pa.Buffer]) -> pa.NativeFile:
-        """The file at ``url``: mapped from the disk, or fetched now and kept.
+    def read(self, url: str, size_bytes: int, fetch: Callable[[], pa.Buffer]) -> tuple[pa.Buffer, bool]:
+        """The bytes at ``url``, mapped from the disk, or fetched now and kept; and whether they are mapped.
+
+        A mapping stays good when the file has left the cache meanwhile.
 
         Raises:
             LakeFormatError: what came has another size.
         """
         path = self._path(url, size_bytes)
-        with self._lock:
-            lock = self._fetching.setdefault(path, threading.Lock())
-        with lock:
-            kept = self._open_kept(path, size_bytes)
+        with self._only_one(path):
+            kept = self._map_kept(path, size_bytes)
             if kept is not None:
-                return kept
+                return kept, True
+            writing = self._writing.get(path)
+            if writing is not None:
+                return writing[0], False
             data = fetch()
             if data.size != size_bytes:
                 raise LakeFormatError(f"expected {size_bytes} bytes at {url}, got {data.size}; it was written over")
             if self.holds_such(size_bytes):
-                with self._lock:
-                    self._writing[path] = beside(self._keep, path, data)
-            return pa.BufferReader(data)
+                future = beside(self._keep, path, data)
+                self._writing[path] = data, future
+                future.add_done_callback(lambda _: self._writing.pop(path, None))
+            return data, False
+
+    @contextlib.contextmanager
+    def _only_one(self, path: pathlib.Path) -> Iterator[None]:
+        """Let one thread at a time look for a file: the next finds what the first one fetched."""
+        with self._lock:
+            lock, waiting = self._fetching.get(path, (threading.Lock(), 0))
+            self._fetching[path] = lock, waiting + 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                lock, waiting = self._fetching.pop(path)
+                if waiting > 1:
+                    self._fetching[path] = lock, waiting - 1
 
     def holds_such(self, size_bytes: int) -> bool:
         """Whether files of this size are kept: none that would drive out most others."""
@@ -80,9 +99,7 @@ class FileCache:
 
     def settle(self) -> None:
         """Wait until what was fetched is on the disk."""
-        with self._lock:
-            writing = list(self._writing.values())
-        for future in writing:
+        for _, future in list(self._writing.values()):
             future.result()
 
     @property
@@ -93,15 +110,16 @@ class FileCache:
     def _path(self, url: str, size_bytes: int) -> pathlib.Path:
         return self.folder / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}-{size_bytes}"
 
-    def _open_kept(self, path: pathlib.Path, size_bytes: int) -> pa.NativeFile | None:
+    def _map_kept(self, path: pathlib.Path, size_bytes: int) -> pa.Buffer | None:
         try:
             if path.stat().st_size != size_bytes:
                 return None
-            file = pa.memory_map(str(path), "r")
+            with pa.memory_map(str(path), "r") as file:
+                data = file.read_buffer()
             os.utime(path)
         except OSError:
             return None
-        return file
+        return data
 
     def _keep(self, path: pathlib.Path, data: pa.Buffer) -> None:
         """Write a file that appears as a whole: synced first, so that a power cut leaves all of it or nothing."""
@@ -117,10 +135,6 @@ class FileCache:
             _LOG.warning("cache %s keeps nothing now (%s): files are read over the network", self.folder, error)
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        finally:
-            with self._lock:
-                self._writing.pop(path, None)
-                self._fetching.pop(path, None)
         self._make_room(data.size)
 
     def _make_room(self, added: int) -> None:

@@ -94,11 +94,6 @@ class Location:
         return self.path.partition("/")[2]
 
     @property
-    def file_system(self) -> pafs.FileSystem:
-        """What opens ``path`` for a dataset; read-only, and through the local cache where the place is not local."""
-        return pafs.LocalFileSystem() if self.bucket is None else self.bucket.file_system
-
-    @property
     def storage_options(self) -> dict[str, str]:
         """Credentials and end points as of now, under the names that delta-rs uses. Never printed."""
         return {} if self.bucket is None else self.bucket.options()
@@ -162,13 +157,15 @@ class Location:
     def open_unchanging(self, size_bytes: int | None = None) -> pa.NativeFile:
         """A random-access file that is never written over, mapped from the disk or from the local cache."""
         if self.bucket is not None:
-            return self.bucket.open_unchanging(self.key, size_bytes)
+            return pa.BufferReader(self.read_unchanging(size_bytes)[0])
         return pa.memory_map(self.path, "r")
 
-    def note_size(self, size_bytes: int) -> None:
-        """Tell the size of a file that :attr:`file_system` will open: saves a request in object stores."""
+    def read_unchanging(self, size_bytes: int | None = None) -> tuple[pa.Buffer, bool]:
+        """All bytes of a file that is never written over, and whether they are mapped (else they lie in memory)."""
         if self.bucket is not None:
-            self.bucket.note_size(self.path, size_bytes)
+            return self.bucket.read_unchanging(self.key, size_bytes)
+        with pa.memory_map(self.path, "r") as file:
+            return file.read_buffer(), True
 
     def list(self, *, recursive: bool = False) -> list[FileInfo]:
         """Files below, by path; empty where there is nothing."""

@@ -14,12 +14,10 @@ import pathlib
 import re
 import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import obstore
 import pyarrow as pa
-import pyarrow.fs as pafs
 from obstore import exceptions
 from obstore.store import AzureStore, GCSStore, S3Store, from_url
 
@@ -27,7 +25,6 @@ from rolltape.schema.errors import ConfigError, StoreAccessError, StoreError, St
 from rolltape.store import credentials
 from rolltape.store.cache import shared_cache
 from rolltape.store.credentials import Credentials
-from rolltape.store.remote_files import RemoteFiles
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig, S3Config, S3Credential, S3CredentialProvider
@@ -68,7 +65,6 @@ class Bucket:
         self.url = url
         self._store = store
         self._credentials = found
-        self._files = RemoteFiles(self)
         self._pid = os.getpid()
 
     # Reading
@@ -98,9 +94,9 @@ class Bucket:
             ends = [min(size, start + PART_BYTES) for start in starts]
             parts = obstore.get_ranges(self._store, key, starts=starts, ends=ends, coalesce=0)
         whole = pa.allocate_buffer(size)
-        target = memoryview(whole)
+        target = memoryview(whole).cast("B")
         for start, part in zip(starts, parts, strict=True):
-            target[start : start + len(part)] = part
+            target[start : start + len(part)] = memoryview(part)
         return whole
 
     def size_bytes(self, key: str) -> int | None:
@@ -149,21 +145,12 @@ class Bucket:
 
     # For others
 
-    @cached_property
-    def file_system(self) -> pafs.FileSystem:
-        """This bucket as a read-only file system for datasets, through the local cache."""
-        return pafs.PyFileSystem(self._files)
-
-    def note_size(self, path: str, size_bytes: int) -> None:
-        """Tell the size of a file that :attr:`file_system` will open."""
-        self._files.note_size(path, size_bytes)
-
-    def open_unchanging(self, key: str, size_bytes: int | None = None) -> pa.NativeFile:
-        """An object that is never written over, random access: mapped from the local cache, or fetched now."""
+    def read_unchanging(self, key: str, size_bytes: int | None = None) -> tuple[pa.Buffer, bool]:
+        """An object that is never written over, and whether it is mapped from the local cache (else: in memory)."""
         size = self.size_bytes(key) if size_bytes is None else size_bytes
         if size is None:
             raise FileNotFoundError(f"there is no {self.url}/{key}")
-        return shared_cache().open(f"{self.url}/{key}", size, lambda: self.get(key))
+        return shared_cache().read(f"{self.url}/{key}", size, lambda: self.get(key))
 
     def options(self) -> dict[str, str]:
         """Storage options under the names that delta-rs uses, with the key of this moment. Never printed."""

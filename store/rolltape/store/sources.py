@@ -9,6 +9,7 @@ from typing import Final, Protocol, TypeAlias
 
 import pyarrow as pa
 import pyarrow.dataset as ds
+import pyarrow.fs as pafs
 
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.envelope import ENVELOPE, TOKEN_COLUMNS
@@ -16,6 +17,7 @@ from rolltape.schema.kinds import KINDS
 from rolltape.schema.render import arrow_schema
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location
+from rolltape.store.remote_dataset import RemoteDataset
 from rolltape.store.snapshot import DataFile, Snapshot
 
 Rows: TypeAlias = "pa.Table | ds.Dataset"
@@ -131,10 +133,13 @@ class LakeSource:
     def _dataset(self, files: Iterable[DataFile], schema: pa.Schema) -> Rows:
         format_ = ds.ParquetFileFormat()
         table = self.lake.table
-        fragments = [_FRAGMENTS.get(table.child(file.path), file, format_) for file in files]
+        places = {table.child(file.path).path: (table.child(file.path), file) for file in files}
+        fragments = [_FRAGMENTS.get(place, file, format_) for place, file in places.values()]
         if not fragments:
             return schema.empty_table()
-        return ds.FileSystemDataset(fragments, schema, format_, table.file_system)
+        if table.is_local:
+            return ds.FileSystemDataset(fragments, schema, format_, fragments[0].filesystem)
+        return RemoteDataset(fragments, schema, format_, places)
 
 
 class _Fragments:
@@ -150,8 +155,7 @@ class _Fragments:
             if place.url in self._kept:
                 self._kept.move_to_end(place.url)
                 return self._kept[place.url]
-        place.note_size(file.size_bytes)
-        made = format_.make_fragment(place.path, place.file_system, partition_expression=_bounds(file))
+        made = format_.make_fragment(place.path, pafs.LocalFileSystem(), partition_expression=_bounds(file))
         with self._lock:
             self._kept[place.url] = made
             if len(self._kept) > self._capacity:
