@@ -289,8 +289,7 @@ class Sender:
             self._error = None
             self._tell()
         if failed is not None:
-            self._learn_limit(failed)
-            raise failed
+            raise self._explained(failed)
         return bool(confirmed)
 
     def _folder(self, reader: EpochReader) -> Path:
@@ -408,15 +407,20 @@ class Sender:
     def _limit(self, topic: str) -> int:
         return min(self._route.limit(topic), self._limits.get(topic, MAX_MESSAGE_BYTES))
 
-    def _learn_limit(self, error: Exception) -> None:
-        """The brokers found a record too large: their limit is lower than we thought."""
+    def _explained(self, error: Exception) -> Exception:
+        """What the oldest record in flight failed of. Where it is too large, their limit is lower than we thought."""
         if not isinstance(error, RecordTooLargeError):
-            return
+            return error
         first = self._in_flight[0]
         with contextlib.suppress(LogError):
             self._route.refresh()
         if first.num_bytes <= self._limit(first.lane.topic):
             self._limits[first.lane.topic] = first.num_bytes // 2
+        if self._route.blobs is None:
+            return error
+        return LogError(
+            f"{error}; payloads above {self._limit(first.lane.topic)} bytes lie beside the lake from now on"
+        )
 
     # Connections.
 

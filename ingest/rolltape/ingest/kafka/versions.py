@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
+from urllib.parse import quote, unquote
 
 import pyarrow as pa
 
@@ -50,13 +51,13 @@ class _Version(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        return "/".join(str(part) for part in self).encode()
+        # Ids may hold any character, a slash among them.
+        return "/".join(quote(str(part), safe="") for part in self).encode()
 
     @classmethod
     def parse(cls, key: bytes) -> _Version | None:
         try:
-            # A run id may hold a slash.
-            run_id, policy_id, run_epoch, number, kind = key.decode().rsplit("/", 4)
+            run_id, policy_id, run_epoch, number, kind = (unquote(part) for part in key.decode().split("/"))
             return cls(run_id, policy_id, int(run_epoch), int(number), kind)
         except ValueError:
             return None
