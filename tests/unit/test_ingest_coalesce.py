@@ -1,0 +1,204 @@
+"""Small batches of a lane fill a record, in order, for a moment only; keys decide the partition."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolltape.ingest.coalesce import HELD_BYTES
+from rolltape.ingest.memory import MemoryLog
+from rolltape.ingest.recorder import MAX_RECORD_BYTES, Recorder
+from rolltape.ingest.routing import only_key, partition_of
+from rolltape.schema.codec import Record, decode
+
+LONG_S = 3600.0
+
+
+class Log(MemoryLog):
+    """A log in memory that keeps the records as they were sent."""
+
+    def __init__(self, linger_s: float, num_partitions: int = 1) -> None:
+        super().__init__(linger_s=linger_s, num_partitions=num_partitions)
+        self.records: list[Record] = []
+
+    def send(self, record: Record) -> None:
+        self.records.append(record)
+        super().send(record)
+
+    def lanes(self) -> list[list[dict[str, Any]]]:
+        """The rows of each partition in the order in which they were sent."""
+        by_partition: dict[int, list[dict[str, Any]]] = {}
+        for record in self.records:
+            by_partition.setdefault(record.partition, []).extend(decode(record.value).to_pylist())
+        return list(by_partition.values())
+
+
+def recorder(log: Log) -> Recorder:
+    return Recorder(log, producer_id="p", run_id="run")
+
+
+def start(opened: Recorder, trajectory: str, group: str = "g", **columns: Any) -> None:
+    opened.record("rollout_started", trajectory_id=trajectory, attempt=0, group_id=group, **columns)
+
+
+def test_events_of_one_kind_fill_a_record() -> None:
+    log = Log(LONG_S)
+    with recorder(log) as opened:
+        for number in range(30):
+            start(opened, f"t{number}")
+        assert log.records == []
+        opened.flush()
+        assert [record.headers.num_rows for record in log.records] == [30]
+        (rows,) = log.lanes()
+        assert [row["trajectory_id"] for row in rows] == [f"t{number}" for number in range(30)]
+        assert [row["lane_seq"] for row in rows] == list(range(30))
+        assert log.records[0].headers.event_ranges[3] == ("t3", 0, 0, 0)
+
+
+def test_a_lane_keeps_the_order_of_kinds() -> None:
+    log = Log(LONG_S)
+    with recorder(log) as opened:
+        for number in range(6):
+            start(opened, f"t{number}")
+            if number % 2:
+                opened.record("rollout_ended", trajectory_id=f"t{number}", attempt=0, group_id="g", status="completed")
+        opened.flush()
+    (rows,) = log.lanes()
+    assert [row["lane_seq"] for row in rows] == list(range(9))
+    told = [(row["kind"], row["trajectory_id"]) for row in rows]
+    assert told[:4] == [
+        ("rollout_started", "t0"),
+        ("rollout_started", "t1"),
+        ("rollout_ended", "t1"),
+        ("rollout_started", "t2"),
+    ]
+
+
+def test_a_refused_row_keeps_its_place_in_the_lane() -> None:
+    log = Log(LONG_S)
+    with recorder(log) as opened:
+        start(opened, "t0")
+        start(opened, "t1", prompt_token_ids=[-1])
+        start(opened, "t2")
+        opened.flush()
+    (rows,) = log.lanes()
+    assert [(row["lane_seq"], row["kind"]) for row in rows] == [
+        (0, "rollout_started"),
+        (1, "dead_letter"),
+        (2, "rollout_started"),
+    ]
+
+
+def test_what_waits_is_sent_after_a_moment_without_another_call() -> None:
+    log = Log(0.005)
+    with recorder(log) as opened:
+        for wanted in (1, 2, 3):
+            start(opened, f"t{wanted}")
+            deadline = time.monotonic() + 20
+            while len(log.records) < wanted:
+                assert time.monotonic() < deadline, "it waits for ever"
+                time.sleep(0.001)
+
+
+def test_closing_sends_what_waits() -> None:
+    log = Log(LONG_S)
+    opened = recorder(log)
+    start(opened, "t")
+    opened.close()
+    opened.close()
+    assert [record.headers.num_rows for record in log.records] == [1]
+
+
+def test_large_batches_do_not_wait_and_none_exceeds_a_record() -> None:
+    log = Log(LONG_S)
+    with recorder(log) as opened:
+        ids = np.arange(HELD_BYTES // 8, dtype=np.int32)
+        for number in range(7):
+            start(opened, f"t{number}", prompt_token_ids=ids)
+        assert log.records
+        opened.flush()
+    for record in log.records:
+        assert decode(record.value).nbytes <= MAX_RECORD_BYTES + 4096
+    (rows,) = log.lanes()
+    assert [row["lane_seq"] for row in rows] == list(range(7))
+
+
+def test_arrays_may_be_used_again_by_their_owner() -> None:
+    log = Log(LONG_S)
+    ordinals = np.array([5], dtype=np.int32)
+    with recorder(log) as opened:
+        fields = {"trajectory_id": ["t"], "attempt": 0, "problem_id": "q", "purpose": "train"}
+        opened.record_batch("rollout_dispatched", {**fields, "group_ordinal": ordinals})
+        ordinals[:] = 99
+        opened.flush()
+    (rows,) = log.lanes()
+    assert rows[0]["rollout_dispatched"]["group_ordinal"] == 5
+
+
+def test_threads_fill_records_together() -> None:
+    log = Log(0.002, num_partitions=3)
+    with recorder(log) as opened:
+
+        def work(thread: int) -> None:
+            for number in range(60):
+                start(opened, f"{thread}-{number}", group=f"g{thread}")
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        opened.flush()
+    for rows in log.lanes():
+        assert [row["lane_seq"] for row in rows] == list(range(len(rows)))
+        for _, own in itertools.groupby(
+            sorted(rows, key=lambda row: str(row["group_id"])), lambda row: row["group_id"]
+        ):
+            numbers = [int(row["trajectory_id"].partition("-")[2]) for row in own]
+            assert numbers == sorted(numbers)
+    assert sum(map(len, log.lanes())) == 300
+
+
+@pytest.fixture
+def four() -> Iterator[tuple[Log, Recorder]]:
+    """A log of four partitions."""
+    log = Log(0.0, num_partitions=4)
+    with recorder(log) as opened:
+        yield log, opened
+
+
+@pytest.mark.parametrize("groups", ["g1", ["g1"] * 8, [f"g{number // 3}" for number in range(8)], None])
+def test_rows_go_where_their_keys_say(four: tuple[Log, Recorder], groups: Any) -> None:
+    log, opened = four
+    names = [f"t{number}" for number in range(8)]
+    for _ in range(2):
+        columns = {"trajectory_id": names, "attempt": 0, "group_id": groups}
+        opened.record_batch("rollout_started", columns)
+    for record in log.records:
+        for row in decode(record.value).to_pylist():
+            assert record.partition == partition_of(row["group_id"] or row["trajectory_id"], 4)
+    for rows in log.lanes():
+        assert [row["lane_seq"] for row in rows] == list(range(len(rows)))
+        assert [row["event_index"] for row in rows if row["trajectory_id"] == rows[0]["trajectory_id"]] == [0, 1]
+    assert sum(map(len, log.lanes())) == 16
+
+
+def test_a_dead_letter_goes_where_its_event_would_have_gone(four: tuple[Log, Recorder]) -> None:
+    log, opened = four
+    columns = {"trajectory_id": ["a", "b"], "attempt": 0, "group_id": ["x", "y"], "prompt_token_ids": [[1], [-1]]}
+    opened.record_batch("rollout_started", columns)
+    found = {row["kind"]: record.partition for record in log.records for row in decode(record.value).to_pylist()}
+    assert found == {"rollout_started": partition_of("x", 4), "dead_letter": partition_of("y", 4)}
+
+
+@pytest.mark.parametrize(
+    ("column", "key"), [("g", "g"), (["g", "g"], "g"), (["g", "h"], None), ([], None), (None, None), ([None], None)]
+)
+def test_one_key_stands_for_all_rows_where_it_does(column: Any, key: str | None) -> None:
+    assert only_key(column) == key
