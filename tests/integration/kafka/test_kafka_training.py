@@ -1,0 +1,61 @@
+"""Training through a broker: lock step gives the embedded log's bits, asynchronous runs lose and repeat nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.servers.fixtures import Broker
+from tests.training_runs import LEAD, NUM_STEPS, TrainingRun
+
+from rolltape.recipes.twin import StepBits, first_difference
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, StepBits]:
+    """What the embedded log gives, undisturbed."""
+    with TrainingRun(tmp_path_factory.mktemp("embedded")) as run:
+        run.start().wait()
+        assert not run.problems()
+        return run.bits()
+
+
+@pytest.fixture
+def log_url(kafka_broker: Broker, topic_prefix: str) -> Iterator[str]:
+    """Topics of this test's own."""
+    yield f"kafka://{kafka_broker.bootstrap}/{topic_prefix}"
+
+
+def test_lock_step_through_a_broker_gives_the_bits_of_the_embedded_log(
+    embedded: dict[int, StepBits], log_url: str, tmp_path: Path
+) -> None:
+    """Batches, losses, gradients, weights and every metric of every step, over several partitions, and killed on the way."""
+    with TrainingRun(tmp_path, log_url) as run:
+        run.start().wait_for_step(2)
+        for name in ("trainer", "sink", "worker-0"):
+            run.kill(name)
+        run.wait()
+        assert run.kills.total() >= 2
+        assert not run.problems()
+        assert run.bits().keys() == embedded.keys()
+        assert first_difference(run.bits(), embedded) is None
+        partitions = run.lake.sql("select count(distinct log_partition) from action_sampled").arrow()
+        assert partitions.column(0)[0].as_py() > 1, "the rollouts of this run came over one partition"
+
+
+def test_an_asynchronous_run_through_a_broker_survives_kills(log_url: str, tmp_path: Path) -> None:
+    with TrainingRun(tmp_path, log_url, asynchronous=True) as run:
+        run.start().wait_for_step(2)
+        for name in ("trainer", "worker-1"):
+            run.kill(name)
+        run.wait_for_step(5)
+        run.kill("trainer")
+        run.wait()
+        assert run.kills["trainer"] >= 1
+        assert not run.problems()
+        steps = run.lake.sql("select step, metrics from train_step_completed order by step").arrow().to_pylist()
+        lags = [m["value"] for row in steps for m in row["metrics"] if m["name"] == "trajectory_lag_max"]
+        assert len(lags) == NUM_STEPS
+        assert max(lags) <= LEAD + 2
+        assert max(lags) > 0, "nobody ran ahead"
