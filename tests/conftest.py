@@ -18,6 +18,7 @@ from tests.servers.fixtures import (  # noqa: F401  # fixtures of every test
     certificates,
     kafka_broker,
     kafka_cluster3,
+    kcat,
     noida_broker,
     real_kafka,
     s3_bucket,

@@ -17,6 +17,7 @@ named and does not start is an error.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
@@ -90,6 +91,8 @@ def absences(environment: Mapping[str, str]) -> dict[str, Absence]:
             )
     if not environment.get("ROLLTAPE_TOXIPROXY"):
         absent["toxiproxy"] = Absence("faults of the network", "set ROLLTAPE_TOXIPROXY to the program toxiproxy-server")
+    if shutil.which("kcat") is None:
+        absent["kcat"] = Absence("kcat as a reader of our topics", "install kcat (a package of that name in Debian)")
     if not Path(sys.prefix, "oracles", "verl").is_dir():
         absent["peers"] = Absence("agreement of our losses with verl, TRL and OpenRLHF", "run make oracles")
     return absent
@@ -148,6 +151,14 @@ def kafka_broker(request: pytest.FixtureRequest) -> Broker:
 def topic_prefix() -> str:
     """A prefix that no other test uses: the topics of one Kafka log."""
     return f"test-{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session")
+def kcat() -> str:
+    """The program kcat: a reader that is not ours."""
+    program = shutil.which("kcat")
+    assert program is not None
+    return program
 
 
 # S3
