@@ -6,7 +6,7 @@ import pathlib
 import subprocess
 import sys
 
-NAMES = ("store", "ingest", "fold", "assembly")
+NAMES = ("store", "ingest", "fold", "assembly", "logprob")
 
 
 def main(names: list[str]) -> int:
