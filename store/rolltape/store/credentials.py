@@ -28,6 +28,10 @@ REGION: Final = "AWS_REGION"
 ENDPOINT: Final = "AWS_ENDPOINT_URL"
 ALLOW_HTTP: Final = "AWS_ALLOW_HTTP"
 
+NO_CREDENTIALS: Final = (
+    "no credentials for the object store: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+)
+
 _ASK_MACHINE: Final = (
     "AWS_WEB_IDENTITY_TOKEN_FILE",
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -88,6 +92,8 @@ def resolve(given: Mapping[str, str] | None, environment: Mapping[str, str] | No
     key, process = _static_key(options), None
     if key is None and not any(name in options for name in _ASK_MACHINE):
         key, process = profile.key(), profile.process()
+        if key is None and process is None and options.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+            raise StoreAccessError(NO_CREDENTIALS)
     region = options.get(REGION) or options.get("AWS_DEFAULT_REGION") or profile.values.get("region") or "us-east-1"
     endpoint = next((options[name] for name in _ENDPOINTS if name in options), None) or profile.values.get(
         "endpoint_url"

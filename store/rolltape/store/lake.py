@@ -64,11 +64,13 @@ class Commit:
 class Lake:
     """A handle on a lake. Cheap to keep and safe to share between threads; refreshes itself commit by commit."""
 
-    def __init__(self, location: Location, snapshot: Snapshot, *, read_only: bool = False) -> None:
+    def __init__(
+        self, location: Location, snapshot: Snapshot, *, read_only: bool = False, log: TransactionLog | None = None
+    ) -> None:
         self.location = location
         self.read_only = read_only
         self.table = location.child("events")
-        self.log = TransactionLog(self.table)
+        self.log = log or TransactionLog(self.table)
         self.recent = RecentTables()
         self._snapshot = snapshot
         self._lock = threading.RLock()
@@ -112,9 +114,10 @@ class Lake:
             LakeFormatError: it is of a newer format, or a Delta table of somebody else.
         """
         place = Location.parse(location, options)
-        snapshot = TransactionLog(place.child("events")).load()
+        log = TransactionLog(place.child("events"))
+        snapshot = log.load()
         _check_format(snapshot, place)
-        lake = cls(place, snapshot, read_only=read_only)
+        lake = cls(place, snapshot, read_only=read_only, log=log)
         if not read_only:
             lake._grow_schema()
         return lake

@@ -13,6 +13,7 @@ import os
 import pathlib
 import re
 import threading
+import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
@@ -60,8 +61,9 @@ class ObjectInfo(NamedTuple):
 class Bucket:
     """One bucket of an object store. Safe to share between threads; not between a process and its forked child."""
 
-    def __init__(self, url: str, store: _Store, found: Credentials | None = None) -> None:
+    def __init__(self, url: str, store: _Store, found: Credentials | None = None, retry_s: float = 0.0) -> None:
         """Use :func:`open_bucket`."""
+        self._retry_s = retry_s
         self.url = url
         self._store = store
         self._credentials = found
@@ -120,9 +122,18 @@ class Bucket:
     # Writing
 
     def put(self, key: str, data: Any) -> None:
-        """Write an object as one act; large ones in parts."""
-        with self._errors(key, writing=True):
-            obstore.put(self._store, key, _view(data), chunk_size=PART_BYTES)
+        """Write an object as one act; large ones in parts. A request that got no answer is made again."""
+        deadline = time.monotonic() + self._retry_s
+        while True:
+            try:
+                with self._errors(key, writing=True):
+                    obstore.put(self._store, key, _view(data), chunk_size=PART_BYTES)
+            except StoreUnreachableError:
+                # The client makes refused requests again by itself, but not writes that ran out of time.
+                if time.monotonic() >= deadline:
+                    raise
+                continue
+            return
 
     def put_if_absent(self, key: str, data: Any) -> bool:
         """Write an object unless there is one; tells whether it did.
@@ -177,6 +188,9 @@ class Bucket:
             raise self._absent(key, str(error)) from None
         except exceptions.AlreadyExistsError:
             raise FileExistsError(f"{self.url}/{key}") from None
+        except exceptions.UnauthenticatedError as error:
+            said = _short(str(error)).rpartition(f"{StoreAccessError.__name__}: ")[2]
+            raise StoreAccessError(f"{self.url}: {said}") from None
         except (exceptions.BaseError, ValueError, OSError) as error:
             raise self._failed(key, str(error), writing=writing) from None
 
@@ -192,9 +206,7 @@ class Bucket:
         status = _STATUS.search(said)
         number = status.group(1) if status else ""
         if _METADATA_SERVICE in said:
-            return StoreAccessError(
-                f"no credentials for {self.url}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
-            )
+            return StoreAccessError(f"{credentials.NO_CREDENTIALS} ({self.url}; this machine's own service has none)")
         if code == "AccessDenied" and writing:
             return StoreAccessError(
                 f"{self.url} may not be written with these credentials ({code}: {message}); open the lake with "
@@ -249,7 +261,7 @@ def open_bucket(url: str, given: Mapping[str, str] | None = None) -> Bucket:
     key = (os.getpid(), url, limits, tuple(sorted(known.items())), found and (found.key, found.process))
     with _BUCKETS_LOCK:
         if key not in _BUCKETS:
-            _BUCKETS[key] = Bucket(url, _open_store(url, known, found, limits), found)
+            _BUCKETS[key] = Bucket(url, _open_store(url, known, found, limits), found, limits.retry)
         return _BUCKETS[key]
 
 

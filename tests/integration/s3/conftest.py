@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
+from tests.servers.s3_server import Bucket
 
 from rolltape.store import Lake
-from tests.servers.s3_server import Bucket
 
 
 @pytest.fixture
