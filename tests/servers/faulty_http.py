@@ -178,21 +178,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.parse_request():
             self._answer()
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  # the base class's name
         """Nothing: the server keeps its own log."""
 
     def _answer(self) -> None:
         body = self._body()
         fate = self.proxy.decide(self.command)
-        if fate != REFUSED:
-            answer = self.proxy.forward(self.command, self.path, list(self.headers.items()), body)
+        if fate == REFUSED:
+            self._send(_SLOW_DOWN)
+            return
+        answer = self.proxy.forward(self.command, self.path, list(self.headers.items()), body)
         if fate == SWALLOWED:
             self.close_connection = True
-        elif fate == PASSED:
+        elif fate == DENIED:
+            self._send(_SLOW_DOWN)
+        else:
             kept = [(name, value) for name, value in answer.headers if name.lower() not in _HOP_BY_HOP]
             self._send(answer._replace(headers=kept))
-        else:
-            self._send(_SLOW_DOWN)
 
     def _body(self) -> bytes:
         """The request's body as it is on the wire, chunks with their frames."""

@@ -1,6 +1,7 @@
 """noida-db: a small broker out of a package, up in milliseconds, for machines with nothing but pip.
 
 It speaks Kafka's protocol and keeps its data in ``folder``, but promises no durability: a kill loses the last second.
+A member of a group that was killed keeps its partitions here: what takes over from the dead is tested on real Kafka.
 """
 
 from __future__ import annotations
