@@ -39,14 +39,15 @@ PARTITIONS = 4
 CASES = ("producer", "pipeline", "freshness")
 
 
-# The load: groups of 16 rollouts, four batches of events a group, as workers record them.
+# The load: kind by kind for all rollouts that were generated together, as the worker records them.
 
 
 class Load:
-    """Columns of rollouts of real words and log-probs, sliced by group."""
+    """Columns of rollouts of real words and log-probs, in groups of 16; ``batch`` of them are generated together."""
 
-    def __init__(self, num_rollouts: int, mean_tokens: int) -> None:
+    def __init__(self, num_rollouts: int, mean_tokens: int, batch: int) -> None:
         """Make the tokens once."""
+        self.batch = batch
         self.rollouts: Rollouts = make_rollouts(num_rollouts, mean_tokens)
         self.num_tokens = self.rollouts.num_tokens
         self._token_ids = lists(self.rollouts.ends, self.rollouts.token_ids)
@@ -57,12 +58,13 @@ class Load:
         """Record all of it under new names."""
         num_rollouts = len(self.rollouts.trajectory_ids)
         names, groups = uuid7_many(num_rollouts), uuid7_many(-(-num_rollouts // GROUP_SIZE))
-        for number, group in enumerate(groups):
-            first = number * GROUP_SIZE
-            self._record_group(recorder, slice(first, first + GROUP_SIZE), names, group)
+        group_ids = [groups[row // GROUP_SIZE] for row in range(num_rollouts)]
+        for first in range(0, num_rollouts, self.batch):
+            rows = slice(first, first + self.batch)
+            self._record_batch(recorder, rows, {"trajectory_id": names[rows], "group_id": group_ids[rows]})
 
-    def _record_group(self, recorder: Recorder, rows: slice, names: list[str], group: str) -> None:
-        where: dict[str, Any] = {"trajectory_id": names[rows], "attempt": 0, "group_id": group}
+    def _record_batch(self, recorder: Recorder, rows: slice, names: dict[str, Any]) -> None:
+        where: dict[str, Any] = {"attempt": 0, **names}
         sampling = {"temperature": 1.0, "top_p": 1.0, "logprobs_mode": "processed_logprobs"}
         recorder.record_batch("rollout_started", {"prompt_token_ids": self._prompts[rows], **where})
         action = {"token_ids": self._token_ids[rows], "rollout_log_probs": self._log_probs[rows]}
@@ -138,6 +140,7 @@ def bench_producer(where: Broker, folder: Path, load: Load, rounds: int) -> None
         "producer",
         broker=where.name,
         tokens_a_rollout=load.num_tokens // len(load.rollouts.trajectory_ids),
+        rollouts_a_batch=load.batch,
         num_records=len(records),
         mean_record_bytes=num_bytes // len(records),
         recorder_mb_s=num_bytes / found["recorder"] / 1e6,
@@ -173,7 +176,7 @@ def by_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str
             call()
             if number:
                 found[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times) for name, times in found.items()}
+    return {name: statistics.median(times) for name, times in found.items() if times}
 
 
 # The whole pipeline against Delta without Kafka
@@ -200,12 +203,17 @@ def bench_pipeline(where: Broker, folder: Path, load: Load, rounds: int) -> None
             "embedded": lambda: record_and_flush(load, over_lake),
             "append": lambda: direct.append(tables, {"log/rollout/0": next(offsets)}),
         }
+        by_turns(sides, 0)
+        before = archiver.cpu_s, committer.cpu_s
         found = by_turns(sides, rounds)
-        sink_mib, cpu_s = archiver.resident_mib, (archiver.cpu_s, committer.cpu_s)
+        after = archiver.cpu_s, committer.cpu_s
+        sink_mib = archiver.resident_mib
+    mtok = load.num_tokens * (rounds + 1) / 1e6
     report(
         "pipeline",
         broker=where.name,
         tokens_a_rollout=load.num_tokens // len(load.rollouts.trajectory_ids),
+        rollouts_a_batch=load.batch,
         num_tokens=load.num_tokens,
         kafka_mtok_s=load.num_tokens / found["kafka"] / 1e6,
         embedded_mtok_s=load.num_tokens / found["embedded"] / 1e6,
@@ -214,8 +222,8 @@ def bench_pipeline(where: Broker, folder: Path, load: Load, rounds: int) -> None
         ratio_to_append=found["append"] / found["kafka"],
         asked=0.6,
         sink_mib=sink_mib,
-        sink_cpu_s=cpu_s[0],
-        committer_cpu_s=cpu_s[1],
+        sink_mtok_per_cpu_s=mtok / (after[0] - before[0]),
+        committer_mtok_per_cpu_s=mtok / (after[1] - before[1]),
     )
 
 
@@ -286,6 +294,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
     parser.add_argument("--rollouts", type=int, default=4096, help="rollouts a round")
     parser.add_argument("--tokens", type=int, default=2000, help="mean tokens a rollout")
+    parser.add_argument("--batch", type=int, default=256, help="rollouts that are generated and recorded together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the freshness case")
     parser.add_argument("--events-per-s", type=float, default=100.0)
@@ -294,7 +303,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, broker(Path(name) / "broker") as where:
         folder = Path(name)
         if {"producer", "pipeline"} & set(cases):
-            load = Load(options.rollouts, options.tokens)
+            load = Load(options.rollouts, options.tokens, options.batch)
         if "producer" in cases:
             bench_producer(where, folder, load, options.rounds)
         if "pipeline" in cases:
