@@ -44,8 +44,7 @@ def _crash_sinks(stage: Stage, window: Literal["data_file_written", "after_commi
         sink = stage.start_sink("sink", crash=f"{window}:1:{mark}")
         if not number:
             stage.start_writers()
-        stage.hold_at(share)
-        stage.until_archived()
+        stage.until_sinking(share)
         stage.strike(mark.unlink, share=share)
         stage.until_crashed(sink, mark)
         if window == "data_file_written" and stage.num_archived() >= stage.standing().acknowledged:

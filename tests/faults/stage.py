@@ -272,6 +272,11 @@ class Stage:
         open_gate(self.ledgers, blocks)
         self.until(lambda: all(self._has_done(workload, blocks) for workload in self.workloads), f"a share of {share}")
 
+    def until_sinking(self, share: float) -> None:
+        """Hold the writers at that share and return once the sink has all of it: a strike finds it at work."""
+        self.hold_at(share)
+        self.until_archived()
+
     def _has_done(self, workload: Workload, num_blocks: int) -> bool:
         waiting = waits_for(self.ledgers, workload.producer_id) >= num_blocks
         return waiting or self.writers[workload.producer_id].status == 0
@@ -362,7 +367,9 @@ class Stage:
         for child in running:
             os.kill(child.pid, signal.SIGTERM)
         for child in running:
-            if (status := child.wait(60)) != 0:
+            status = child.wait(60)
+            # One that was only just started has nothing to end in order yet.
+            if status != 0 and not (status == -signal.SIGTERM and not child.last_words()):
                 raise StageError(f"{child.name} ended with {status} after SIGTERM:\n{child.last_words()}")
 
     def verdict(self) -> Verdict:

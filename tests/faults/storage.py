@@ -8,16 +8,18 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from tests.faults.servers import Servers
 from tests.faults.stage import Place, Stage, local_place
-from tests.servers.faulty_http import FaultyHttp
+from tests.servers.faulty_http import DENIED, REFUSED, SWALLOWED, FaultyHttp
 from tests.servers.toxiproxy import Proxy
 
 _DISK: Final = "192m"
 _FULL_S: Final = 4.0
+_FEW: Final = 3
 
 
 # A full disk
@@ -64,6 +66,7 @@ def fill_disk(stage: Stage, servers: Servers) -> None:
     """The sink finds no room for some seconds, twice; producers go on, and so does the sink when there is room."""
     stage.start()
     for share in (0.2, 0.5):
+        stage.until_sinking(share)
         full = _no_room(stage)
         stage.strike(full.__enter__, share=share)
         time.sleep(0.5)
@@ -119,7 +122,7 @@ def kill_s3(stage: Stage, servers: Servers) -> None:
     """The server dies every second or so while the sink commits; what it acknowledged it keeps."""
     stage.pace(0.6)
     stage.start()
-    stage.hold_at(0.1)
+    stage.until_sinking(0.1)
     stage.flow()
     try:
         while stage.standing().acknowledged < 0.8 * stage.num_planned:
@@ -137,10 +140,11 @@ def slow_s3(stage: Stage, servers: Servers) -> None:
     way = stage.place.way
     assert isinstance(way, Proxy)
     stage.start()
+    stage.until_sinking(0.15)
     stage.strike(lambda: way.slow(300, 200), share=0.15)
-    stage.hold_at(0.6)
-    way.narrow(2000)
-    stage.hold_at(0.9)
+    stage.until_sinking(0.5)
+    stage.strike(lambda: way.narrow(500), share=0.5)
+    stage.until_sinking(0.8)
     way.clear()
     stage.settle()
 
@@ -149,17 +153,16 @@ def refuse_s3(stage: Stage, servers: Servers) -> None:
     """A third of all requests get 503; then writes happen whose answer says 503; then some whose answer never comes."""
     way = stage.place.way
     assert isinstance(way, FaultyHttp)
+    stage.pace(0.7)
     stage.start()
-    stage.strike(lambda: way.answer_503(share=0.3), share=0.15)
-    stage.hold_at(0.4)
-    way.clear()
-    stage.strike(lambda: way.deny(share=0.3), share=0.4)
-    stage.hold_at(0.65)
-    way.clear()
-    stage.strike(lambda: way.swallow_answers(share=0.3), share=0.65)
-    stage.hold_at(0.9)
-    way.clear()
-    struck = {fault: count for fault, count in way.counts.items() if fault != "passed"}
-    if len(struck) < 3 or not all(struck.values()):
-        stage.problems.append(f"expected three kinds of refusals, got {struck}")
+    stage.until_sinking(0.1)
+    stage.flow()
+    for fault, arm in ((REFUSED, way.answer_503), (DENIED, way.deny), (SWALLOWED, way.swallow_answers)):
+        stage.strike(partial(arm, share=0.3))
+        stage.until(partial(_struck, way, fault), f"requests that are {fault}")
+        way.clear()
     stage.settle()
+
+
+def _struck(way: FaultyHttp, fault: str) -> bool:
+    return way.counts[fault] >= _FEW
