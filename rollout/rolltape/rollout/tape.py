@@ -13,7 +13,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltape.ingest.log import LogReader
+from rolltape.ingest.log import EventLog, LogReader
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.runline import RunLine
 
@@ -34,6 +34,7 @@ VersionKey = tuple[int, int]
 
 _IDLE_S: Final = 5.0
 _POLL_S: Final = 0.05
+_ON_THEIR_WAY: Final = 64  # weights records
 
 
 def read_to(reader: LogReader, end: Cursor, topics: Collection[str], apply: Callable[[str, pa.Table], None]) -> None:
@@ -48,6 +49,22 @@ def read_to(reader: LogReader, end: Cursor, topics: Collection[str], apply: Call
         for delivery in reader.poll(_POLL_S):
             apply(delivery.kind, delivery.table)
             last = time.monotonic()
+
+
+def start_of(log: EventLog, tape: RunTape) -> Cursor:
+    """Where to begin to read a run's tape; ``tape`` is told of the newest versions where the log keeps them apart.
+
+    Manifests of large models make the `weights` topic by far the longest to read. An engine that starts late needs the
+    newest committed version and what came after it, and those a log may keep by key. The other topics are read whole.
+    """
+    end = log.end()
+    for delivery in log.newest_versions():
+        tape.apply(delivery.kind, delivery.table)
+    if not tape.committed:
+        return Cursor()
+    weights = [place for place in end if place.topic == "weights"]
+    # A version is kept by key a moment after it is in its topic, or before: what was on its way is read in both.
+    return Cursor({place: max(0, end[place] - _ON_THEIR_WAY) for place in weights})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 In lock step it waits until the tape says that step s-1 is completed and its engine serves the version that came of it;
 then it completes its share of the groups of step s. A worker that runs ahead takes new weights as they are committed
-and goes on until it is too far ahead of what the trainer consumed. It keeps no state of its own: after any crash it reads from the tape what is
-there, and adds what is missing with the same seeds, hence the same bits.
+and goes on until it is too far ahead of what the trainer consumed.
+
+It keeps no state of its own: after any crash it reads from the tape what is there, and adds what is missing with the
+same seeds, hence (in lock step, where the version is the same too) the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from rolltape.rollout.step import StepRunner
 from rolltape.rollout.tape import CompletedStep, RunTape, read_to
 from rolltape.rollout.transformers_engine import TransformersEngine
 from rolltape.rollout.weight_client import WeightClient, activation_hook
-from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import ConfigError
 from rolltape.schema.validate import Limits
 from rolltape.store.location import Location
@@ -126,7 +127,7 @@ class Worker:
     def run(self) -> int:
         """Work until the run's last version is in effect (and evaluated): :data:`DONE`, or :data:`TERMINATED`."""
         self._recorder.wait_for_older_epochs(self._config.flush_timeout_s)
-        reader = self._log.reader(Cursor(), topics=tape.TOPICS, kinds=tape.KINDS)
+        reader = self._log.reader(tape.start_of(self._log, self._tape), topics=tape.TOPICS, kinds=tape.KINDS)
         try:
             read_to(reader, self._log.end(), tape.TOPICS, self._tape.apply)
             self._wait_for_run(reader)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -114,13 +114,25 @@ class ScriptedTrainer:
         self.recorder.record("weights_committed", **key, required_engines=[], staged_event_ids=[])
         self.recorder.flush("logged")
 
-    def complete(self, step: int, *, version_out: int, final: bool = False) -> None:
-        """Pin a batch and complete the step, without training."""
+    def complete(
+        self,
+        step: int,
+        *,
+        version_out: int,
+        final: bool = False,
+        groups: Sequence[str] = (),
+        cursor_after: Cursor | None = None,
+    ) -> None:
+        """Pin a batch (of these groups, where they matter) and complete the step, without training."""
         self.tape.refresh()
         batch_id = f"batch-{self.recorder.run_epoch}-{step}"
         common = {"batch_id": batch_id, "trainer_id": "trainer", "step": step}
         self.recorder.record(
-            "batch_formed", **common, algorithm="grpo", members=[], cursor_after=self.tape.cursor.to_rows()
+            "batch_formed",
+            **common,
+            algorithm="grpo",
+            members=[{"trajectory_id": "", "attempt": 0, "group_id": group} for group in groups],
+            cursor_after=(self.tape.cursor if cursor_after is None else cursor_after).to_rows(),
         )
         self.recorder.record(
             "train_step_completed",

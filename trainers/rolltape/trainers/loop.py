@@ -152,7 +152,8 @@ class Trainer:
         if not history.checkpoints:
             self._save_checkpoint()
         key = (self.progress.version_run_epoch, self.progress.version)
-        if key not in history.published:
+        if key not in history.published or last != history.last_step:
+            # Engines go forward only: after a rewind the version that is trained on is a newer one than they serve.
             self.progress.version_run_epoch = epoch
             self._publish()
         self.recorder.flush("logged")
