@@ -84,7 +84,7 @@ def judge(
     verdict.lost = sorted(set(acknowledged) - found.keys() - refused.keys())
     verdict.doubled = sorted(event_id for event_id, count in found.items() if count > 1)
     verdict.problems += _contents(tables, folder, workloads, refused.keys())
-    verdict.problems += _order(tables.values())
+    verdict.problems += _order(tables.values(), may_miss=bool(refused))
     verdict.problems += _dead_letters(lake, refused.values(), num_strangers)
     report = verify(lake)
     broken = [finding.message for check in report.checks for finding in check.findings]
@@ -138,8 +138,8 @@ def _contents(
     return [f"{len(ids)} events {what}: {ids[:_SHOWN]}" for what, ids in named if ids]
 
 
-def _order(tables: Iterable[pa.Table]) -> list[str]:
-    """Offsets grow with the lane's numbers and with the attempt's event indexes."""
+def _order(tables: Iterable[pa.Table], *, may_miss: bool) -> list[str]:
+    """Offsets grow with the lane's numbers and with the attempt's event indexes, of which ``may_miss`` allows gaps."""
     rows = pa.concat_tables([table.select(_PLACE + _LOG) for table in tables])
     trajectory = np.asarray(pc.dictionary_encode(rows["trajectory_id"]).combine_chunks().indices)
     lane_names = pc.binary_join_element_wise(
@@ -154,7 +154,7 @@ def _order(tables: Iterable[pa.Table]) -> list[str]:
         order = np.lexsort((columns["lane_seq"], columns["log_offset"], owner))
         same = owner[order][1:] == owner[order][:-1]
         steps = np.diff(columns[number][order])[same]
-        wrong = np.flatnonzero(steps != 1) if what == "attempt" else np.flatnonzero(steps < 1)
+        wrong = np.flatnonzero(steps < 1 if may_miss or what == "lane" else steps != 1)
         if len(wrong):
             at = rows["event_id"][int(order[1:][same][wrong[0]])].as_py()
             problems.append(f"{len(wrong)} events out of the order of their {what}, the first {at}")
