@@ -9,10 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from rolltape.ingest.kafka import client as client_module
 from rolltape.ingest.kafka.client import BrokerAdmin, BrokerConsumer, KafkaClient, Message, connect, record_bytes
 from rolltape.ingest.kafka.config import KafkaConfig, Secret
 from rolltape.schema.cursor import Partition
@@ -103,6 +105,65 @@ def test_a_group_tells_in_the_callers_thread_and_starts_where_it_says(
     assert assigned == [{ONE, TWO}]
     member.commit({ONE: 3})
     member.close()
+
+
+class PlayedConsumer:
+    """A vendor's consumer whose group decides anew while records are on their way."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.place = ("x.rollout", 0)
+        self.paused: set[Any] = set()
+        self.positions: dict[Any, int] = {}
+        self.rounds = 0
+
+    def subscribe(self, names: list[str], listener: Any) -> None:
+        self.listener = listener
+
+    def partitions_for_topic(self, name: str) -> set[int]:
+        return {0}
+
+    def assignment(self) -> set[Any]:
+        return set(self.positions)
+
+    def seek(self, place: Any, offset: int) -> None:
+        self.positions[place] = offset
+
+    def pause(self, *places: Any) -> None:
+        self.paused |= set(places)
+
+    def resume(self, *places: Any) -> None:
+        self.paused -= set(places)
+
+    def poll(self, timeout_ms: int, max_records: int | None) -> dict[Any, list[Any]]:
+        vendor: Any = client_module
+        place = vendor.TopicPartition(*self.place)
+        if place in self.paused:
+            return {}
+        first = self.positions.get(place, 40)
+        record = SimpleNamespace(offset=first, key=b"k", value=b"v", headers=[], timestamp=0)
+        self.positions[place] = first + 1
+        self.rounds += 1
+        if self.rounds in {1, 3}:
+            self.listener.on_partitions_revoked({place})
+            self.listener.on_partitions_assigned({place})
+        return {place: [record]}
+
+
+def test_nothing_of_before_a_rebalance_is_delivered_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kafka.KafkaConsumer", PlayedConsumer)
+    consumer = BrokerConsumer(KafkaConfig(bootstrap=("played:1",), prefix="x"), group="g")
+    told: list[str] = []
+
+    def on_assigned(partitions: set[Partition]) -> None:
+        told.append("assigned")
+        for partition in partitions:
+            consumer.seek(partition, 7)
+
+    consumer.subscribe(["rollout"], lambda _: told.append("revoked"), on_assigned)
+    offsets = [[message.offset for message in consumer.poll(0.1).get(ONE, [])] for _ in range(4)]
+    # A sink that goes back to 7 must not see the 40 (and 8) that were on their way meanwhile.
+    assert offsets == [[], [7], [], [7]]
+    assert told == ["revoked", "assigned"] * 2
 
 
 def test_a_partition_or_topic_that_is_not_there_is_named(client: KafkaClient) -> None:

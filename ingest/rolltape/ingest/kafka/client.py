@@ -34,8 +34,9 @@ from rolltape.schema.errors import (
 try:
     import crc32c  # noqa: F401  # its absence is what is found out here
     import kafka
-    from kafka import errors as vendor
+    from kafka import errors as vendor_errors
     from kafka.admin import ConfigResource, ConfigResourceType
+    from kafka.coordinator.assignors.range import RangePartitionAssignor
     from kafka.net.compat import KafkaNetClient
     from kafka.net.manager import KafkaConnectionManager
     from kafka.net.selector import NetworkSelector
@@ -45,6 +46,7 @@ except ImportError as error:
     # Without crc32c the client falls back to Python and moves a twentieth of the bytes: an error, not a surprise.
     raise ConfigError(f"a Kafka log needs kafka-python 3 and crc32c, got {error}; install rolltape[kafka]") from error
 
+vendor: Any = vendor_errors
 NO_TOPIC_ID: Final = "-"
 MAX_FETCH_BYTES: Final = 64 << 20
 _MAX_FRAME_BYTES: Final = 1 << 30
@@ -52,6 +54,7 @@ _BATCH_BYTES: Final = 1 << 20
 _SESSION_TIMEOUT_S: Final = 10.0
 _HEARTBEAT_S: Final = 2.0
 _CLOSE_S: Final = 5.0
+_TOPIC_POLL_S: Final = 0.1
 _AUTHENTICATION: Final = (
     vendor.SaslAuthenticationFailedError,
     vendor.UnsupportedSaslMechanismError,
@@ -233,7 +236,8 @@ class _Connection:
         where = ",".join(self.config.bootstrap)
         last = None if self._manager is None else self._manager.last_error
         for found in (error, last):
-            if isinstance(found, _AUTHENTICATION) and (found is error or isinstance(error, _TIMEOUTS)):
+            decisive = isinstance(found, _AUTHENTICATION) and (found is error or isinstance(error, _TIMEOUTS))
+            if found is not None and decisive:
                 return self._authentication(found, where)
         if isinstance(error, _AUTHORIZATION):
             return LogAuthorizationError(
@@ -361,8 +365,9 @@ class BrokerProducer:
                     f"expected partition {partition.partition} of topic {self._config.broker_topic(partition.topic)}, "
                     f"got: {error}"
                 ) from error
-        if self._on_done is not None:
-            future.add_both(lambda *_: self._on_done())
+        on_done = self._on_done
+        if on_done is not None:
+            future.add_both(lambda *_: on_done())
         return _PendingRecord(future, self._connection)
 
     def flush(self, timeout_s: float) -> None:
@@ -415,6 +420,30 @@ class _Rebalances(kafka.ConsumerRebalanceListener):  # type: ignore[misc]
             return changes
 
 
+class _Assignor(RangePartitionAssignor):  # type: ignore[misc]
+    """The vendor's way to share partitions, among those that the topics are known to have.
+
+    A broker that has not heard of a new topic yet leaves it out of its answer. The vendor would then hand out nothing
+    of that topic, and may take the full answer that comes later for the one that it shared out by.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[str, set[int]] = {}
+
+    def assign(self, cluster: Any, members: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return RangePartitionAssignor.assign(_KnownPartitions(cluster, self.known), members)
+
+
+class _KnownPartitions(NamedTuple):
+    """What the vendor's assignor asks of a cluster."""
+
+    cluster: Any
+    known: Mapping[str, set[int]]
+
+    def partitions_for_topic(self, topic: str) -> set[int] | None:
+        return self.cluster.partitions_for_topic(topic) or self.known.get(topic)
+
+
 class BrokerConsumer:
     """Reads records. For one thread.
 
@@ -430,20 +459,23 @@ class BrokerConsumer:
         """
         self._connection = _Connection(config)
         self._config = config
+        self._assignor = _Assignor()
+        settings = {
+            **self._connection.settings(),
+            "group_id": group,
+            "partition_assignment_strategy": (self._assignor,),
+            "enable_auto_commit": False,
+            "auto_offset_reset": "none",
+            "allow_auto_create_topics": False,
+            "fetch_max_bytes": MAX_FETCH_BYTES,
+            "max_partition_fetch_bytes": MAX_FETCH_BYTES,
+            "max_poll_records": 1 << 20,
+            "session_timeout_ms": int(_SESSION_TIMEOUT_S * 1000),
+            "heartbeat_interval_ms": int(_HEARTBEAT_S * 1000),
+            "metrics_enabled": False,
+        }
         with self._connection.opening("opening a consumer"):
-            self._consumer: Any = kafka.KafkaConsumer(
-                **self._connection.settings(),
-                group_id=group,
-                enable_auto_commit=False,
-                auto_offset_reset="none",
-                allow_auto_create_topics=False,
-                fetch_max_bytes=MAX_FETCH_BYTES,
-                max_partition_fetch_bytes=MAX_FETCH_BYTES,
-                max_poll_records=1 << 20,
-                session_timeout_ms=int(_SESSION_TIMEOUT_S * 1000),
-                heartbeat_interval_ms=int(_HEARTBEAT_S * 1000),
-                metrics_enabled=False,
-            )
+            self._consumer: Any = kafka.KafkaConsumer(**settings)
         self._rebalances: _Rebalances | None = None
         self._on_revoked: Callable[[set[Partition]], None] | None = None
         self._on_assigned: Callable[[set[Partition]], None] | None = None
@@ -466,7 +498,21 @@ class BrokerConsumer:
         self._rebalances = _Rebalances(self._consumer)
         self._on_revoked, self._on_assigned = on_revoked, on_assigned
         names = [self._config.broker_topic(topic) for topic in topics]
+        self._assignor.known = {name: self._partitions_of(name) for name in names}
         self._consumer.subscribe(names, listener=self._rebalances)
+
+    def _partitions_of(self, name: str) -> set[int]:
+        """Numbers of a topic's partitions, as soon as the broker that is asked has heard of it."""
+        deadline = time.monotonic() + self._config.bootstrap_timeout_s
+        with self._connection.errors(f"looking at topic {name}"):
+            while not (found := set(self._consumer.partitions_for_topic(name))):
+                if time.monotonic() > deadline:
+                    raise TopicError(
+                        f"expected partitions of topic {name}, got none within {self._config.bootstrap_timeout_s:g} s; "
+                        f"create it: rolltape topics --log {self._config.url} --create"
+                    )
+                time.sleep(_TOPIC_POLL_S)
+        return found
 
     def assignment(self) -> set[Partition]:
         """The partitions that are read."""
@@ -507,15 +553,16 @@ class BrokerConsumer:
                 if not getattr(error, "retriable", False):
                     raise
                 found = {}
-        self._tell_of_rebalances()
-        assigned = self._consumer.assignment()
+        moved = self._tell_of_rebalances()
+        # What was fetched of a partition before it was assigned anew is fetched again from where the caller said.
+        kept = self._consumer.assignment() - moved
         return {
             partition: [
                 Message(partition, record.offset, record.key, record.value, record.headers, record.timestamp)
                 for record in records
             ]
             for place, records in found.items()
-            if place in assigned
+            if place in kept
             for partition in (self._partition(place),)
         }
 
@@ -531,10 +578,13 @@ class BrokerConsumer:
             offset=int(at),
         )
 
-    def _tell_of_rebalances(self) -> None:
+    def _tell_of_rebalances(self) -> set[TopicPartition]:
+        """Tell of what the group decided; the partitions that it concerned."""
+        moved: set[TopicPartition] = set()
         if self._rebalances is None or self._on_revoked is None or self._on_assigned is None:
-            return
+            return moved
         for assigned, places in self._rebalances.taken():
+            moved |= places
             if not assigned:
                 self._on_revoked({self._partition(place) for place in places})
                 continue
@@ -542,6 +592,7 @@ class BrokerConsumer:
             if current:
                 self._on_assigned({self._partition(place) for place in current})
                 self._consumer.resume(*(current & self._consumer.assignment()))
+        return moved
 
     def begin_offsets(self, partitions: Collection[Partition]) -> dict[Partition, int]:
         """Oldest offset that each partition holds (its end where it holds none)."""
