@@ -28,7 +28,7 @@ def clock_off(stage: Stage, servers: Servers) -> None:
     stage.settle()
     recorded = pc.cast(stage.lake().read("action_sampled")["recorded_at"], "int64")
     span_s = (pc.max(recorded).as_py() - pc.min(recorded).as_py()) / 1e6
-    if span_s < 2 * CLOCK_OFF_S:
+    if span_s < 1.9 * CLOCK_OFF_S:
         stage.problems.append(f"expected events {2 * CLOCK_OFF_S} s apart by their own clocks, got {span_s} s")
 
 
@@ -55,10 +55,9 @@ def same_id_again(stage: Stage, servers: Servers) -> None:
     stage.start_writers()
     first = whole[0].producer_id
     stage.strike(partial(_second_writer, stage), share=0.35)
-    stage.strike(stage.writers[first].kill, share=0.45)
+    stage.strike(stage.writers[first].kill, share=0.45, of=first)
     stage.start_writer(whole[0])
-    stage.hold_at(0.55)
-    stage.strike(stage.writers[first].kill, share=0.55)
+    stage.strike(stage.writers[first].kill, share=0.7, of=first)
     # What was acknowledged is in the log; what only the spool had is gone with the machine.
     assert stage.spool is not None
     for folder in stage.spool.rglob(first):

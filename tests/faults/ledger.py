@@ -103,6 +103,11 @@ def begun_calls(folder: Path, producer_id: str) -> list[tuple[int, int]]:
     return _calls(_begun(folder, producer_id))
 
 
+def no_longer_waits(folder: Path, producer_id: str) -> None:
+    """Forget what an earlier start of a writer waited for."""
+    (folder / f"{producer_id}.waits").unlink(missing_ok=True)
+
+
 def _begun(folder: Path, producer_id: str) -> Path:
     return folder / f"{producer_id}.begun"
 

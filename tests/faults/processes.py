@@ -20,7 +20,7 @@ def kill_producer(stage: Stage, servers: Servers) -> None:
     for share in (0.15, 0.35, 0.55, 0.75):
         stage.hold_at(share)
         workload = stage.chance.choice(stage.live_writers)
-        stage.strike(stage.writers[workload.producer_id].kill, share=share)
+        stage.strike(stage.writers[workload.producer_id].kill, share=share, of=workload.producer_id)
         stage.start_writer(workload)
     stage.settle()
 

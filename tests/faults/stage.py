@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 from urllib.parse import quote
 
 from tests.faults.judge import KINDS_WRITTEN, Verdict, judge, judge_journal
-from tests.faults.ledger import acknowledged_ids, open_gate, refused_events, standing, waits_for
+from tests.faults.ledger import acknowledged_ids, no_longer_waits, open_gate, refused_events, standing, waits_for
 from tests.faults.reader import ReaderJob, entries
 from tests.faults.workload import EVENTS_PER_BLOCK, Workload
 from tests.faults.writer import Delivery, WriterJob
@@ -178,6 +179,7 @@ class Stage:
 
     def start_writer(self, workload: Workload) -> Child:
         """A writer process, or the same producer again."""
+        no_longer_waits(self.ledgers, workload.producer_id)
         job = WriterJob(
             log_url=self.log_url(self.writer_bootstrap),
             folder=str(self.ledgers),
@@ -288,27 +290,29 @@ class Stage:
         """Let the writers go on to that share of their blocks."""
         open_gate(self.ledgers, self._blocks(share) if share < 1 else _ALL_BLOCKS)
 
-    def strike(self, act: Callable[[], Any], *, share: float | None = None) -> None:
-        """Do ``act`` while events are on their way, and count those.
+    def strike(self, act: Callable[[], Any], *, share: float | None = None, of: str | None = None) -> None:
+        """Do ``act`` while events are on their way (``of`` one producer, or of any), and count those.
 
         With ``share`` the writers wait there, so that what was looked up for the strike still holds, and then go on.
         """
+        ids = [workload.producer_id for workload in self.workloads] if of is None else [of]
         if share is not None:
             self.hold_at(share)
             self.flow(share + FLOW_SHARE)
             time.sleep(self.chance.uniform(0.0, 0.3))
-        self.strikes.append(self.until(self._num_unacknowledged, "events on their way"))
+        self.strikes.append(self.until(partial(self._num_unacknowledged, ids), "events on their way"))
         act()
 
-    def _num_unacknowledged(self) -> int:
+    def _num_unacknowledged(self, producer_ids: list[str]) -> int:
         """At least so many are with the log and not acknowledged: what was handed over is read first."""
-        now = self.standing()
+        now = standing(self.ledgers, producer_ids)
         return max(0, int(now.handed_over - now.acknowledged))
 
     def strike_when(self, condition: Callable[[], Any], what: str) -> None:
         """Wait for a fault that strikes by itself; counts what is on its way then."""
         self.until(condition, what)
-        self.strikes.append(self.until(self._num_unacknowledged, "events on their way"))
+        ids = [workload.producer_id for workload in self.workloads]
+        self.strikes.append(self.until(partial(self._num_unacknowledged, ids), "events on their way"))
 
     def until_crashed(self, child: Child, mark: Path) -> None:
         """Return once ``child`` died in its crash window."""
