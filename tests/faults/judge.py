@@ -24,6 +24,7 @@ from tests.faults.workload import Workload, digests_of
 from rolltape.schema import reasons
 from rolltape.schema.kinds import kind_named
 from rolltape.store.lake import Lake
+from rolltape.store.location import Location
 from rolltape.store.verify import verify
 
 KINDS_WRITTEN: Final = ("rollout_started", "action_sampled", "rollout_ended")
@@ -189,7 +190,8 @@ def _delta_kernel(path: Path) -> list[str]:
     # A writer that is killed often has many lanes; Kernel is asked for each by name, and some stand for all.
     apps = sorted(app for app in transactions if not app.startswith("lane/"))
     apps += sorted(app for app in transactions if app.startswith("lane/"))[:16]
-    ours, kernels = by_rolltape(path, apps), by_delta_kernel(path, apps)
+    place = Location.parse(path)
+    ours, kernels = by_rolltape(place, apps), by_delta_kernel(place, apps)
     names = ("counts", "sum_of_ids", "sum_of_bits", "transactions")
     return [
         f"Delta Kernel: expected {name} {getattr(ours, name)}, got {getattr(kernels, name)}"
