@@ -115,7 +115,7 @@ def test_a_superseded_attempt_that_was_trained_breaks_the_balance(tape: Any) -> 
     assert conservation(tape)[0]["balance"] == -1
 
 
-@pytest.mark.parametrize("reason", ["superseded", "abandoned"])
+@pytest.mark.parametrize("reason", ["superseded", "abandoned", "open", "group_incomplete"])
 def test_a_drop_that_restates_supersession_is_no_second_fate(tape: Any, reason: str) -> None:
     tape.rollout("t", attempt=0)
     tape.rollout("t", attempt=1)
@@ -202,3 +202,27 @@ def test_as_of_a_cursor(tape: Any) -> None:
     assert counts(conservation(tape, middle)[0]) == {"dispatched": 1, "in_flight": 1}
     assert counts(conservation(tape)[0]) == {"dispatched": 2, "trained": 2}
     assert conservation(tape, Cursor()) == []
+
+
+def test_a_group_that_was_given_up_is_one_fate_of_each_of_its_attempts(tape: Any) -> None:
+    """The trainer names what it saw; an attempt that a worker made again at the same moment is named by the next."""
+    tape.rollout("a", step=None)
+    tape.rollout("b", step=None, ended=False)
+    tape.rollout("b", attempt=1, step=None)
+    given_up = [("a", 0, "group_incomplete"), ("b", 0, "group_incomplete")]
+    form(tape, "b1", [], given_up)
+    complete(tape, "b1")
+    assert counts(conservation(tape)[0]) == {"dispatched": 3, "dropped": 1, "superseded": 1, "in_flight": 1}
+    form(tape, "b2", [], [("b", 1, "group_incomplete")], step=2)
+    complete(tape, "b2", step=2)
+    assert counts(conservation(tape)[0]) == {"dispatched": 3, "dropped": 2, "superseded": 1}
+
+
+def test_a_dispatch_for_no_step_outlives_a_resumption(tape: Any) -> None:
+    """Workers that run ahead are not bound to a step, so what they handed out counts in every run epoch."""
+    tape.add("run_started", purpose="train")
+    tape.rollout("ahead", step=None)
+    tape.add("run_resumed", purpose="train", run_epoch=2, continues_from_step=0, reason="restart")
+    form(tape, "b1", [("ahead", 0, False)], run_epoch=2)
+    complete(tape, "b1", run_epoch=2)
+    assert counts(conservation(tape)[0]) == {"dispatched": 1, "trained": 1}

@@ -146,13 +146,18 @@ ATTEMPT_FATES = View(
         ),
         dropped AS (
             -- A drop that only restates another fate (the attempt was superseded, or is an evaluation) is no fate of
-            -- its own where that fate is known from its own events.
+            -- its own where that fate is known from its own events. So it is with an attempt that was still open when
+            -- its group was given up, and that a later one took over at the same time.
             SELECT
                 run_id, trainer_id, trajectory_id, attempt,
-                (sum(num_completions) FILTER (WHERE reason IN ('superseded', 'abandoned')))::INTEGER AS as_superseded,
+                (sum(num_completions) FILTER (
+                    WHERE reason IN ('superseded', 'abandoned', 'open', 'group_incomplete')
+                ))::INTEGER AS as_superseded,
                 (sum(num_completions) FILTER (WHERE reason = 'evaluation'))::INTEGER AS as_evaluated,
                 (sum(num_completions) FILTER (
-                    WHERE reason IS NULL OR reason NOT IN ('superseded', 'abandoned', 'evaluation', 'already_trained')
+                    WHERE reason IS NULL OR reason NOT IN (
+                        'superseded', 'abandoned', 'open', 'group_incomplete', 'evaluation', 'already_trained'
+                    )
                 ))::INTEGER AS for_itself,
                 string_agg(DISTINCT reason, ', ' ORDER BY reason) AS reason
             FROM (

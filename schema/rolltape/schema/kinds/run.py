@@ -89,8 +89,8 @@ DISPATCH_KINDS = (
         requires=("trajectory_id", "attempt", "problem_id"),
         columns=(
             column("purpose", STRING, "what it is for", required=True, choices=("train", "evaluate")),
-            column("training_step", INT64, "step that it is meant for (lock step)", minimum=0),
-            column("group_ordinal", INT32, "place of its group in the step, from 0", minimum=0),
+            column("training_step", INT64, "step that it is meant for (lock step); null: for none", minimum=0),
+            column("group_ordinal", INT32, "place of its group in the step (or the run), from 0", minimum=0),
             column("member", INT32, "place in its group, from 0", minimum=0),
             column("group_size", INT32, "members that the group will have", minimum=1),
             column("worker_id", STRING, "who got it"),
