@@ -1,7 +1,9 @@
 """Other readers of a lake's Delta table: Delta Kernel, delta-rs and Polars, each asked for the same sums.
 
-As a program it judges a real lake, as it is and once more (a copy) after compaction, a checkpoint and cleaned logs:
-``python tests/lake_readers.py LAKE``. Delta Kernel is found through ``ROLLTAPE_DELTA_KERNEL_HOME``.
+As a program it judges a real lake, as it is and once more (a copy beside it) after compaction, a checkpoint and cleaned
+logs: ``python tests/lake_readers.py LAKE``, a path or a URL. Delta Kernel is found through
+``ROLLTAPE_DELTA_KERNEL_HOME``; of a lake in an object store it reads a copy on this machine's disk, since its S3 client
+is not at hand.
 """
 
 from __future__ import annotations
@@ -10,10 +12,10 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -26,7 +28,10 @@ import pyarrow.compute as pc
 from rolltape.schema.kinds import KINDS
 from rolltape.schema.render import arrow_schema
 from rolltape.store import Lake
+from rolltape.store.location import Location
 from rolltape.store.maintenance import checkpoint, clean_logs, compact
+
+_NOT_TABLE = ("spool", "weights", "checkpoints", "blobs")
 
 KERNEL_HOME = os.environ.get("ROLLTAPE_DELTA_KERNEL_HOME")
 
@@ -64,8 +69,8 @@ def summary(tables: Iterable[pa.Table], transactions: dict[str, int] | None) -> 
     )
 
 
-def by_rolltape(path: pathlib.Path, apps: list[str]) -> Seen:
-    lake = Lake.open(path, read_only=True)
+def by_rolltape(place: Location, apps: list[str]) -> Seen:
+    lake = Lake.open(place, read_only=True)
     tables = []
     for kind in KINDS:
         rows = lake.read(kind)
@@ -78,14 +83,14 @@ def by_rolltape(path: pathlib.Path, apps: list[str]) -> Seen:
     return summary(tables, {app: marks[app] for app in apps})
 
 
-def by_delta_rs(path: pathlib.Path, apps: list[str]) -> Seen:
-    handle = deltalake.DeltaTable(str(path / "events"))
+def by_delta_rs(place: Location, apps: list[str]) -> Seen:
+    handle = deltalake.DeltaTable(place.child("events").url, storage_options=place.storage_options)
     marks = {app: handle.transaction_version(app) for app in apps}
     return summary([handle.to_pyarrow_table()], {app: -1 if mark is None else mark for app, mark in marks.items()})
 
 
-def by_polars(path: pathlib.Path, apps: list[str]) -> Seen:
-    frame = pl.scan_delta(str(path / "events")).collect()
+def by_polars(place: Location, apps: list[str]) -> Seen:
+    frame = pl.scan_delta(place.child("events").url, storage_options=place.storage_options or None).collect()
     arrow = frame.select("event_id", "kind", "token_ids", "rollout_log_probs").to_arrow()
     schema = pa.schema(
         [
@@ -98,11 +103,15 @@ def by_polars(path: pathlib.Path, apps: list[str]) -> Seen:
     return summary([arrow.cast(schema)], None)
 
 
-def by_delta_kernel(path: pathlib.Path, apps: list[str]) -> Seen:
+def by_delta_kernel(place: Location, apps: list[str]) -> Seen:
+    if not place.is_local:
+        with tempfile.TemporaryDirectory() as folder:
+            place.copy_to(Location.parse(folder), without=_NOT_TABLE)
+            return by_delta_kernel(Location.parse(folder), apps)
     assert KERNEL_HOME is not None
     home = pathlib.Path(KERNEL_HOME)
     command = ["java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-cp", f"{home}/libs/*"]
-    command += [str(home / "DeltaRead.java"), str(path / "events"), "--group-by", "kind"]
+    command += [str(home / "DeltaRead.java"), str(place.local_path() / "events"), "--group-by", "kind"]
     command += ["--sum", "token_ids", "--sum", "rollout_log_probs"]
     command += [word for app in apps for word in ("--txn", app)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
@@ -117,34 +126,38 @@ def by_delta_kernel(path: pathlib.Path, apps: list[str]) -> Seen:
     )
 
 
-READERS: dict[str, Callable[[pathlib.Path, list[str]], Seen]] = {"delta-rs": by_delta_rs, "polars": by_polars}
+READERS: dict[str, Callable[[Location, list[str]], Seen]] = {"delta-rs": by_delta_rs, "polars": by_polars}
 if KERNEL_HOME:
     READERS["delta-kernel"] = by_delta_kernel
 
 
-def assert_agree(path: pathlib.Path, apps: list[str]) -> Seen:
-    expected = by_rolltape(path, apps)
+def assert_agree(path: pathlib.Path | Location, apps: list[str]) -> Seen:
+    place = Location.parse(path)
+    expected = by_rolltape(place, apps)
     for name, reader in READERS.items():
-        seen = reader(path, apps)
+        seen = reader(place, apps)
         known = {field: value for field, value in seen._asdict().items() if value is not None}
         assert expected._asdict() | known == expected._asdict(), name
     return expected
 
 
 def main(lake_path: str) -> int:
-    """Judge one local lake."""
-    apps = sorted(Lake.open(lake_path, read_only=True).snapshot().transactions)
+    """Judge one lake."""
+    place = Location.parse(lake_path)
+    apps = sorted(Lake.open(place, read_only=True).snapshot().transactions)
     # Kernel is asked for each transaction by name, and lanes are many: some of them stand for all.
     asked = [app for app in apps if app.startswith("log/")] + [app for app in apps if app.startswith("lane/")][:8]
-    as_it_is = assert_agree(pathlib.Path(lake_path), asked)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = pathlib.Path(folder) / "lake"
-        shutil.copytree(lake_path, copy, ignore=shutil.ignore_patterns("spool", "weights", "checkpoints"))
+    as_it_is = assert_agree(place, asked)
+    copy = place.parent().child(f"{place.name}-read-{uuid.uuid4().hex[:8]}")
+    try:
+        place.copy_to(copy, without=_NOT_TABLE)
         lake = Lake.open(copy)
         compact(lake)
         checkpoint(lake)
         cleaned = clean_logs(lake, safe_age_s=0)
         kept = assert_agree(copy, asked)
+    finally:
+        copy.delete()
     if kept != as_it_is:
         raise AssertionError(f"maintenance changed what readers see: {as_it_is} became {kept}")
     facts = {"readers": ["rolltape", *READERS], "log_files_cleaned": cleaned, **as_it_is._asdict()}

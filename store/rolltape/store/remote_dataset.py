@@ -120,6 +120,12 @@ class _MappedFragments:
                 self._put(place.url, made, file.size_bytes)
         return made
 
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._kept.clear()
+            self._num_bytes = 0
+
     def _put(self, url: str, fragment: ds.Fragment, num_bytes: int) -> None:
         if url not in self._kept:
             self._num_bytes += num_bytes
@@ -130,3 +136,8 @@ class _MappedFragments:
 
 _FORMAT: Final = ds.ParquetFileFormat()
 _FRAGMENTS: Final = _MappedFragments()
+
+
+def forget_fragments() -> None:
+    """Forget what was scanned, as a new process would not know it."""
+    _FRAGMENTS.clear()

@@ -28,13 +28,13 @@ def fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[str]:
 
     monkeypatch.setattr(StoreBucket, "get", noting)
     monkeypatch.setenv("ROLLTAPE_CACHE", str(tmp_path / "cache"))
-    forget(monkeypatch)
+    forget()
     return names
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget() -> None:
     """Be a new process: no fragment and no footer is known."""
-    monkeypatch.setattr(remote, "_FRAGMENTS", remote._MappedFragments())
+    remote.forget_fragments()
     forget_footers()
 
 
@@ -98,7 +98,7 @@ def test_files_are_fetched_once_by_all_handles_and_processes(
     shared_cache().settle()
     for lake in (filled, Lake.open(filled.location, read_only=True)):
         assert lake.sql(query).rows() == first
-        forget(monkeypatch)
+        forget()
     assert filled.read("action_sampled").num_rows == 48
     assert len(fetched) == 24
     assert first == [{"kind": "action_sampled", "n": 48}, {"kind": "reward_assigned", "n": 48}]
@@ -148,7 +148,7 @@ def test_the_cache_stays_within_its_bound(filled: Lake, fetched: list[str], monk
     largest = max(file.size_bytes for file in filled.snapshot().files)
     monkeypatch.setenv("ROLLTAPE_CACHE_BYTES", str(6 * largest))
     for _ in range(2):
-        forget(monkeypatch)
+        forget()
         assert filled.sql("SELECT count(*) AS n FROM events").rows() == [{"n": 96}]
         shared_cache().settle()
         assert 0 < shared_cache().size_bytes <= 6 * largest
