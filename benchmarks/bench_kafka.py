@@ -1,4 +1,4 @@
-"""What the pipeline over Kafka costs: ``python benchmarks/bench_kafka.py [producer] [pipeline] [freshness]`` (all).
+"""What the pipeline over Kafka costs: ``python -m benchmarks kafka [producer] [pipeline] [freshness]``.
 
 * ``producer``: recorder → spool → brokers' acknowledgement, against a bare kafka-python producer of the same bytes.
 * ``pipeline``: recorder → Kafka → sink → committed in Delta, against the same machine writing the same rows to Delta
@@ -304,10 +304,10 @@ def main() -> None:
         folder = Path(name)
         if {"producer", "pipeline"} & set(cases):
             load = Load(options.rollouts, options.tokens, options.batch)
-        if "producer" in cases:
-            bench_producer(where, folder, load, options.rounds)
-        if "pipeline" in cases:
-            bench_pipeline(where, folder, load, options.rounds)
+            if "producer" in cases:
+                bench_producer(where, folder, load, options.rounds)
+            if "pipeline" in cases:
+                bench_pipeline(where, folder, load, options.rounds)
         if "freshness" in cases:
             bench_freshness(where, folder, options.seconds, options.events_per_s)
 

@@ -1,4 +1,4 @@
-"""How a sink bears up: ``python benchmarks/bench_kafka_soak.py [memory] [outage] [--minutes 30] [--outage-minutes 5]``.
+"""How a sink bears up: ``python -m benchmarks kafka_soak [memory] [outage] [--minutes 30] [--outage-minutes 5]``.
 
 * ``memory``: resident memory of a sink under steady load; means of each minute, after a tenth of the time (at least a
   minute) in which buffers reach their size. Asked: within ± 10 % of their mean.
