@@ -16,6 +16,7 @@ named and does not start is an error.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sys
@@ -27,11 +28,14 @@ from typing import Final, Protocol
 
 import pyarrow.fs as pafs
 import pytest
+from confluent_kafka.admin import AdminClient
 from tests.servers.apache_kafka import KafkaCluster, Secure
 from tests.servers.certificates import Certificates, make_certificates
 from tests.servers.noida_db import NoidaDb
 from tests.servers.s3_server import Bucket, S3Server
 from tests.servers.toxiproxy import Toxiproxy
+
+from rolltape.store.location import Location
 
 SCRAM_USERS: Final = {"alice": "alice-of-the-tests", "bob": "bob-of-the-tests"}
 
@@ -148,9 +152,16 @@ def kafka_broker(request: pytest.FixtureRequest) -> Broker:
 
 
 @pytest.fixture
-def topic_prefix() -> str:
-    """A prefix that no other test uses: the topics of one Kafka log."""
-    return f"test-{uuid.uuid4().hex[:12]}"
+def topic_prefix() -> Iterator[str]:
+    """A prefix that no other test uses: the topics of one Kafka log. Brokers of others get rid of them afterwards."""
+    prefix = f"test-{uuid.uuid4().hex[:12]}"
+    yield prefix
+    given = os.environ.get("ROLLTAPE_KAFKA_BOOTSTRAP")
+    if given:
+        admin = AdminClient({"bootstrap.servers": given})
+        ours = [topic for topic in admin.list_topics(timeout=30).topics if topic.startswith(prefix)]
+        for done in (admin.delete_topics(ours) if ours else {}).values():
+            done.result(30)
 
 
 @pytest.fixture(scope="session")
@@ -172,26 +183,46 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def s3_bucket(request: pytest.FixtureRequest) -> Bucket:
-    """A place in an object store that no other test uses."""
-    if not os.environ.get("ROLLTAPE_S3_ENDPOINT"):
-        bucket: Bucket = request.getfixturevalue("s3_server").bucket()
-        return bucket
-    return _given_bucket(f"test-{uuid.uuid4().hex[:16]}")
+def s3_bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
+    """A place in an object store that no other test uses. Servers of others get rid of it afterwards."""
+    endpoint = os.environ.get("ROLLTAPE_S3_ENDPOINT")
+    if not endpoint:
+        yield request.getfixturevalue("s3_server").bucket()
+        return
+    options = _given_options(endpoint)
+    existing, name = os.environ.get("ROLLTAPE_S3_BUCKET"), f"test-{uuid.uuid4().hex[:16]}"
+    with _given_place(options, existing, name) as url:
+        yield Bucket(url=url, options=options)
 
 
-def _given_bucket(name: str) -> Bucket:
-    endpoint = os.environ["ROLLTAPE_S3_ENDPOINT"]
+@contextlib.contextmanager
+def _given_place(options: Mapping[str, str], existing: str | None, name: str) -> Iterator[str]:
+    """A new bucket, or a new folder of one that exists; gone at the end of the block."""
+    servers = _buckets_of(options)
+    if not existing:
+        servers.create_dir(name)
+    url = f"s3://{existing}/{name}" if existing else f"s3://{name}"
+    yield url
+    place = Location.parse(url, options)
+    for file in place.list(recursive=True):
+        place.child(file.path).delete()
+    if not existing:
+        servers.delete_dir(name)
+
+
+def _given_options(endpoint: str) -> dict[str, str]:
     options = {key: value for key, value in os.environ.items() if key.startswith("AWS_")}
     options["AWS_ENDPOINT_URL"] = endpoint
     options.setdefault("AWS_REGION", "us-east-1")
     if endpoint.startswith("http://"):
         options["AWS_ALLOW_HTTP"] = "true"
-    existing = os.environ.get("ROLLTAPE_S3_BUCKET")
-    if existing:
-        return Bucket(url=f"s3://{existing}/{name}", options=options)
-    scheme, _, host = endpoint.partition("://")
-    pafs.S3FileSystem(
+    return options
+
+
+def _buckets_of(options: Mapping[str, str]) -> pafs.FileSystem:
+    """A client that makes and deletes buckets."""
+    scheme, _, host = options["AWS_ENDPOINT_URL"].partition("://")
+    return pafs.S3FileSystem(
         access_key=options.get("AWS_ACCESS_KEY_ID"),
         secret_key=options.get("AWS_SECRET_ACCESS_KEY"),
         session_token=options.get("AWS_SESSION_TOKEN"),
@@ -199,8 +230,8 @@ def _given_bucket(name: str) -> Bucket:
         endpoint_override=host,
         scheme=scheme,
         allow_bucket_creation=True,
-    ).create_dir(name)
-    return Bucket(url=f"s3://{name}", options=options)
+        allow_bucket_deletion=True,
+    )
 
 
 # The network

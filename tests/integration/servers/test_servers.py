@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.fs as pafs
 import pytest
 from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient
 from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.faulty_http import FaultyHttp
 from tests.servers.fixtures import Broker, absences
@@ -183,3 +184,18 @@ def test_a_faulty_way_to_a_server_refuses_and_swallows(s3_server: S3Server, s3_b
         put(through, f"{name}/denied", b"kept")
         assert get(direct, f"{name}/denied") == b"kept"
         assert (way.counts["swallowed"], way.counts["denied"]) == (1, 1)
+
+
+def test_servers_that_run_already_are_used_and_left_clean(noida_broker: NoidaDb, s3_server: S3Server) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("ROLLTAPE_", "AWS_"))}
+    environment |= {"ROLLTAPE_KAFKA_BOOTSTRAP": noida_broker.bootstrap, **s3_server.options}
+    environment["ROLLTAPE_S3_ENDPOINT"] = environment.pop("AWS_ENDPOINT_URL")
+    client = AdminClient({"bootstrap.servers": noida_broker.bootstrap})
+    topics, buckets = set(client.list_topics(timeout=10).topics), set(os.listdir(s3_server.objects))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "contract")]
+    chosen = "test_it_keeps_the_protocols and (kafka or s3)"
+    command += ["-k", chosen]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert "2 passed" in done.stdout, done.stdout
+    assert {topic for topic in client.list_topics(timeout=10).topics if topic.startswith("test-")} <= topics
+    assert {name for name in os.listdir(s3_server.objects) if name.startswith("test-")} <= buckets
