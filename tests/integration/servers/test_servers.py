@@ -191,11 +191,11 @@ def test_servers_that_run_already_are_used_and_left_clean(noida_broker: NoidaDb,
     environment |= {"ROLLTAPE_KAFKA_BOOTSTRAP": noida_broker.bootstrap, **s3_server.options}
     environment["ROLLTAPE_S3_ENDPOINT"] = environment.pop("AWS_ENDPOINT_URL")
     client = AdminClient({"bootstrap.servers": noida_broker.bootstrap})
-    topics, buckets = set(client.list_topics(timeout=10).topics), set(os.listdir(s3_server.objects))
+    topics, buckets = set(client.list_topics(timeout=10).topics), {place.name for place in s3_server.objects.iterdir()}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "contract")]
     chosen = "test_it_keeps_the_protocols and (kafka or s3)"
     command += ["-k", chosen]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert "2 passed" in done.stdout, done.stdout
     assert {topic for topic in client.list_topics(timeout=10).topics if topic.startswith("test-")} <= topics
-    assert {name for name in os.listdir(s3_server.objects) if name.startswith("test-")} <= buckets
+    assert {place.name for place in s3_server.objects.glob("test-*")} <= buckets
