@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.faults.servers import Servers
 from tests.faults.stage import StageError
-from tests.faults.table import ROWS, Result, Row, play
+from tests.faults.table import ROWS, Result, Row, play_row
 from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.fixtures import QUICK
 from tests.servers.s3_server import S3Server
@@ -68,7 +68,7 @@ def _start(stack: ExitStack, folder: Path, rows: Iterable[Row]) -> Servers:
 def _played(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool) -> Result:
     folder.mkdir(parents=True)
     try:
-        result = play(row, servers, folder, seed, soak=soak)
+        result = play_row(row, servers, folder, seed, soak=soak)
     except StageError as error:
         result = Result(row=row.name, seed=seed, problems=[str(error)])
     print(json.dumps(result.to_json()), flush=True)

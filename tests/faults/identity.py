@@ -11,10 +11,12 @@ from functools import partial
 from typing import Final
 
 import pyarrow.compute as pc
-from kafka.admin import KafkaAdminClient
 from tests.faults.clock import CLOCK_OFF_S
 from tests.faults.servers import Servers
 from tests.faults.stage import Child, Stage, StageError
+
+from rolltape.ingest.kafka.client import connect
+from rolltape.ingest.kafka.config import KafkaConfig
 
 _FIRST_BLOCKS: Final = 5
 
@@ -95,7 +97,7 @@ def topic_recreated(stage: Stage, servers: Servers) -> None:
 
     stage.strike(stop, share=0.35)
     stage.until_archived()
-    _recreate(stage, servers)
+    _recreate(stage)
     for child in stage.writers.values():
         child.resume()
     _refused(stage, stage.sinks["sink-0"])
@@ -107,15 +109,14 @@ def topic_recreated(stage: Stage, servers: Servers) -> None:
         stage.problems.append(f"expected two generations of the topic, got {generations}")
 
 
-def _recreate(stage: Stage, servers: Servers) -> None:
-    topic = f"{stage.prefix}.rollout"
-    admin = KafkaAdminClient(bootstrap_servers=servers.cluster.bootstrap)
+def _recreate(stage: Stage) -> None:
+    admin = connect(KafkaConfig.from_url(stage.log_url())).admin()
     try:
-        admin.delete_topics([topic])
+        admin.delete(["rollout"])
         deadline = time.monotonic() + 30
-        while topic in admin.list_topics():
+        while admin.describe(["rollout"])["rollout"] is not None:
             if time.monotonic() > deadline:
-                raise StageError(f"{topic} is still there 30 s after it was deleted")
+                raise StageError(f"{stage.prefix}.rollout is still there 30 s after it was deleted")
             time.sleep(0.05)
     finally:
         admin.close()

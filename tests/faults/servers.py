@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kafka.admin import KafkaAdminClient
-from kafka.errors import KafkaError
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient
 from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.s3_server import S3Server
 from tests.servers.toxiproxy import Toxiproxy
@@ -54,11 +54,9 @@ def mended(cluster: KafkaCluster, *, timeout_s: float = 60.0) -> Iterator[None]:
 
 def num_behind(cluster: KafkaCluster) -> int:
     """Partitions that lack a leader or a replica in sync."""
-    admin = KafkaAdminClient(bootstrap_servers=cluster.bootstrap, bootstrap_timeout_ms=5000)
     try:
-        partitions = [part for topic in admin.describe_topics() for part in topic["partitions"]]
-    except KafkaError:
+        topics = AdminClient({"bootstrap.servers": cluster.bootstrap, "log_level": 2}).list_topics(timeout=5).topics
+    except KafkaException:
         return 1
-    finally:
-        admin.close()
-    return sum(part["leader_id"] < 0 or len(part["isr_nodes"]) < len(part["replica_nodes"]) for part in partitions)
+    partitions = [part for topic in topics.values() for part in topic.partitions.values()]
+    return sum(part.leader < 0 or len(part.isrs) < len(part.replicas) for part in partitions)

@@ -10,9 +10,29 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tests.faults import brokers, delivery, identity, network, processes, storage
+from tests.faults.brokers import kill_leader, kill_two, pause_leader
+from tests.faults.delivery import corrupt, disordered, huge_action, long_action
+from tests.faults.identity import clock_off, same_id_again, topic_recreated
+from tests.faults.network import cut, swallow_answers
+from tests.faults.processes import (
+    kill_producer,
+    kill_sink_after_commit,
+    kill_sink_before_commit,
+    kill_trainer,
+    rebalance_storm,
+)
 from tests.faults.servers import Servers
 from tests.faults.stage import MIN_EVENTS, Place, Stage, local_place
+from tests.faults.storage import (
+    bucket,
+    bucket_behind_faulty_http,
+    bucket_behind_toxiproxy,
+    fill_disk,
+    kill_s3,
+    refuse_s3,
+    slow_s3,
+    small_disk,
+)
 
 Play = Callable[[Stage, Servers], None]
 
@@ -42,63 +62,63 @@ class Row:
 
 
 ROWS: Final = (
-    Row(name="kill_producer", fault="kill -9 of producers", play=processes.kill_producer),
+    Row(name="kill_producer", fault="kill -9 of producers", play=kill_producer),
     Row(
         name="sink_between_parquet_and_commit",
         fault="kill -9 of the sink between parquet and commit",
-        play=processes.kill_sink_before_commit,
+        play=kill_sink_before_commit,
     ),
     Row(
         name="sink_after_commit",
         fault="kill -9 of the sink after commit, before the answer",
-        play=processes.kill_sink_after_commit,
+        play=kill_sink_after_commit,
     ),
-    Row(name="kill_trainer", fault="kill -9 of the trainer", play=processes.kill_trainer),
-    Row(name="kill_leader", fault="kill -9 of the leader broker", play=brokers.kill_leader),
-    Row(name="kill_two_brokers", fault="two of three brokers killed, then back", play=brokers.kill_two),
-    Row(name="broker_paused", fault="leader paused (soak: 60 s)", play=brokers.pause_leader),
-    Row(name="disk_full", fault="disk full at the sink", play=storage.fill_disk, place=storage.small_disk),
+    Row(name="kill_trainer", fault="kill -9 of the trainer", play=kill_trainer),
+    Row(name="kill_leader", fault="kill -9 of the leader broker", play=kill_leader),
+    Row(name="kill_two_brokers", fault="two of three brokers killed, then back", play=kill_two),
+    Row(name="broker_paused", fault="leader paused (soak: 60 s)", play=pause_leader),
+    Row(name="disk_full", fault="disk full at the sink", play=fill_disk, place=small_disk),
     Row(
         name="network_cut",
         fault="network cut between producers and brokers",
-        play=network.cut,
+        play=cut,
         needs=frozenset({"toxiproxy"}),
     ),
     Row(
         name="answers_swallowed",
         fault="answers of the brokers swallowed",
-        play=network.swallow_answers,
+        play=swallow_answers,
         needs=frozenset({"toxiproxy"}),
     ),
     Row(
         name="s3_killed",
         fault="S3 server killed -9 again and again",
-        play=storage.kill_s3,
-        place=storage.bucket,
+        play=kill_s3,
+        place=bucket,
         needs=frozenset({"s3"}),
     ),
     Row(
         name="s3_slow",
         fault="S3 server slow",
-        play=storage.slow_s3,
-        place=storage.bucket_behind_toxiproxy,
+        play=slow_s3,
+        place=bucket_behind_toxiproxy,
         needs=frozenset({"s3", "toxiproxy"}),
     ),
     Row(
         name="s3_503",
         fault="S3 server answers 503, or its answers are lost",
-        play=storage.refuse_s3,
-        place=storage.bucket_behind_faulty_http,
+        play=refuse_s3,
+        place=bucket_behind_faulty_http,
         needs=frozenset({"s3"}),
     ),
-    Row(name="rebalance_storm", fault="sinks join and leave every 2 s", play=processes.rebalance_storm),
-    Row(name="disordered", fault="duplicate and reordered delivery", play=delivery.disordered),
-    Row(name="corrupt_record", fault="corrupt records in the middle", play=delivery.corrupt),
-    Row(name="long_action", fault="actions of 200,000 tokens", play=delivery.long_action),
-    Row(name="huge_action", fault="an action of 40 MB", play=delivery.huge_action),
-    Row(name="clock_off", fault="clocks 10 minutes off", play=identity.clock_off),
-    Row(name="same_id_again", fault="producer restarted with the same id", play=identity.same_id_again),
-    Row(name="topic_recreated", fault="topic recreated", play=identity.topic_recreated),
+    Row(name="rebalance_storm", fault="sinks join and leave every 2 s", play=rebalance_storm),
+    Row(name="disordered", fault="duplicate and reordered delivery", play=disordered),
+    Row(name="corrupt_record", fault="corrupt records in the middle", play=corrupt),
+    Row(name="long_action", fault="actions of 200,000 tokens", play=long_action),
+    Row(name="huge_action", fault="an action of 40 MB", play=huge_action),
+    Row(name="clock_off", fault="clocks 10 minutes off", play=clock_off),
+    Row(name="same_id_again", fault="producer restarted with the same id", play=same_id_again),
+    Row(name="topic_recreated", fault="topic recreated", play=topic_recreated),
 )
 
 
@@ -127,7 +147,7 @@ class Result:
         return asdict(self)
 
 
-def play(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool = False) -> Result:
+def play_row(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool = False) -> Result:
     """Play a row and judge it.
 
     Raises:

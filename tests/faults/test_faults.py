@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.faults.servers import Servers
-from tests.faults.table import ROWS, Row, play
+from tests.faults.table import ROWS, Row, play_row
 from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.s3_server import S3Server
 from tests.servers.toxiproxy import Toxiproxy
@@ -26,7 +26,7 @@ def rows(*needs: str) -> list[pytest.ParameterSet]:
 
 
 def run(row: Row, servers: Servers, folder: Path) -> None:
-    result = play(row, servers, folder, SEED)
+    result = play_row(row, servers, folder, SEED)
     print(result.to_json())
     assert result.ok, f"seed {SEED}: " + "\n".join(result.problems)
 
