@@ -102,8 +102,8 @@ class Archive:
         self._headless: set[Partition] = set()
         self.reload()
 
-    def reload(self) -> None:
-        """Forget what is not committed and take marks and offsets from the target again."""
+    def reload(self) -> Mapping[str, int]:
+        """Forget what is not committed and take marks and offsets from the target again; returns all transactions."""
         transactions = self._target.transactions()
         self._transactions = transactions
         self._marks = lane_marks(transactions)
@@ -119,6 +119,7 @@ class Archive:
         self._parking = Parking(self._max_parked_bytes)
         self._rereads = Rereads()
         self._conflicts.forget_staged()
+        return transactions
 
     # What stands where.
 
@@ -360,7 +361,7 @@ class Archive:
                 self._note_offset(CONTROL, at)
                 stamps = {**self._own_lane(CONTROL), **place(CONTROL, at)}
                 batch = alarm_batch(gap, event_id, time.time_ns() // 1000, stamps)
-                self._rows.add_rows("alarm_raised", batch)
+                self._rows.add_rows("alarm_raised", batch, CONTROL, at)
 
     def stage_transaction(self, app_id: str, version: int) -> None:
         """Have the next commit move an application transaction that is neither a lane's nor a partition's."""

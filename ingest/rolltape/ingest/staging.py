@@ -12,7 +12,7 @@ from rolltape.ingest.conflicts import ConflictWindow
 from rolltape.ingest.losses import AcceptedLoss, accepted_losses
 from rolltape.ingest.parking import Offered
 from rolltape.ingest.refused import dead_letter_batch, letter_of_row, letters_of_record, reason_of
-from rolltape.ingest.stamping import check_lane, joined, place, stamp
+from rolltape.ingest.stamping import Placed, check_lane, joined, place, stamp
 from rolltape.schema import reasons
 from rolltape.schema.codec import Record, decode
 from rolltape.schema.cursor import Partition
@@ -51,7 +51,7 @@ class Staging:
 
     def clear(self) -> None:
         """Forget what is staged."""
-        self._batches: dict[str, list[pa.RecordBatch]] = {}
+        self._batches: dict[str, list[Placed]] = {}
         self._letters: dict[Partition, list[dict[str, Any]]] = {}
         self.num_bytes = 0
 
@@ -97,7 +97,7 @@ class Staging:
         if out:
             batch = batch.filter(pa.array([row not in out for row in range(batch.num_rows)]))
         if batch.num_rows:
-            self.add_rows(kind, stamp(batch, Partition(record.topic, record.partition), at))
+            self.add_rows(kind, batch, Partition(record.topic, record.partition), at)
         if letters:
             self.add_letters(letters, offered, at)
         return bool(batch.num_rows or letters)
@@ -111,11 +111,11 @@ class Staging:
                 if detail is not None:
                     refused[loss.row] = (reasons.BAD_VALUE, detail)
 
-    def add_rows(self, kind: str, stamped: pa.RecordBatch) -> None:
-        """Stage rows that have their place in the log."""
-        self._conflicts.remember_rows(kind, stamped)
-        self._batches.setdefault(kind, []).append(stamped)
-        self.num_bytes += stamped.get_total_buffer_size()
+    def add_rows(self, kind: str, batch: pa.RecordBatch, partition: Partition, at: int) -> None:
+        """Stage rows at their place in the log; they are stamped with it once all of a commit are there."""
+        self._conflicts.remember_rows(kind, batch)
+        self._batches.setdefault(kind, []).append(Placed(batch, partition, at))
+        self.num_bytes += batch.get_total_buffer_size()
 
     def add_letters(self, letters: list[dict[str, Any]], offered: Offered, at: int) -> None:
         """Stage the dead letters of a record."""
@@ -139,7 +139,9 @@ class Staging:
         self.num_bytes += len(letter["payload"] or b"")
 
 
-def _whole(batches: list[pa.RecordBatch]) -> pa.Table:
-    """The batches as a table, in one chunk where lists allow it: that is written in two thirds of the time."""
-    table = pa.Table.from_batches(batches)
-    return table.combine_chunks() if len(batches) > 1 and table.nbytes < _MAX_COMBINED_BYTES else table
+def _whole(placed: list[Placed]) -> pa.Table:
+    """The rows as a table, in one chunk where lists allow it: that is written in two thirds of the time."""
+    table = pa.Table.from_batches([item.batch for item in placed])
+    if len(placed) > 1 and table.nbytes < _MAX_COMBINED_BYTES:
+        table = table.combine_chunks()
+    return stamp(table, placed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +15,29 @@ from rolltape.schema.errors import HeaderMismatchError
 from rolltape.schema.render import arrow_schema
 
 
-def stamp(batch: pa.RecordBatch, partition: Partition, offset: int) -> pa.RecordBatch:
-    """The batch with the log's own columns filled: all rows of a record share them."""
-    names, num_rows = batch.schema.names, batch.num_rows
-    columns = list(batch.columns)
-    columns[names.index("log_topic")] = pa.repeat(pa.scalar(partition.topic), num_rows)
-    columns[names.index("log_partition")] = pa.repeat(pa.scalar(partition.partition, pa.int32()), num_rows)
-    columns[names.index("log_offset")] = pa.repeat(pa.scalar(offset, pa.int64()), num_rows)
-    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+class Placed(NamedTuple):
+    """Rows of one record, and where they lie: all share the offset."""
+
+    batch: pa.RecordBatch
+    partition: Partition
+    offset: int
+
+
+def stamp(table: pa.Table, placed: Sequence[Placed]) -> pa.Table:
+    """The table of all ``placed`` rows, in their order, with the log's own columns filled."""
+    lengths = [item.batch.num_rows for item in placed]
+    topics = [item.partition.topic for item in placed]
+    codes = {topic: code for code, topic in enumerate(sorted(set(topics)))}
+    topic = pa.DictionaryArray.from_arrays(
+        pa.array(np.repeat([codes[name] for name in topics], lengths), pa.int32()), pa.array(list(codes), pa.string())
+    ).dictionary_decode()
+    number = np.repeat(np.array([item.partition.partition for item in placed], np.int32), lengths)
+    offset = np.repeat(np.array([item.offset for item in placed], np.int64), lengths)
+    columns = {"log_topic": topic, "log_partition": pa.array(number), "log_offset": pa.array(offset)}
+    for name, column in columns.items():
+        index = table.schema.get_field_index(name)
+        table = table.set_column(index, table.schema.field(index), column)
+    return table
 
 
 def place(partition: Partition, offset: int) -> dict[str, Any]:
@@ -49,12 +65,13 @@ def partition_of_app(app_id: str) -> Partition | None:
 def check_lane(batch: pa.RecordBatch, record: Record) -> None:
     """Rows must be what the headers say, or a poisoned record could move another producer's lane."""
     headers = record.headers
-    expected = np.arange(headers.first_lane_seq, headers.last_lane_seq + 1)
+    first, last = headers.first_lane_seq, headers.last_lane_seq
     lane_seqs = batch.column("lane_seq").to_numpy(zero_copy_only=False)
-    if not np.array_equal(lane_seqs, expected):
+    is_whole = len(lane_seqs) == last - first + 1 and lane_seqs[0] == first
+    if not is_whole or (len(lane_seqs) > 1 and not bool((lane_seqs[1:] - lane_seqs[:-1] == 1).all())):
         raise HeaderMismatchError(
-            f"expected rows with lane_seq {headers.first_lane_seq} to {headers.last_lane_seq} as in the headers, got "
-            f"{batch.num_rows} rows from {lane_seqs[0] if len(lane_seqs) else None}"
+            f"expected rows with lane_seq {first} to {last} as in the headers, got {batch.num_rows} rows from "
+            f"{lane_seqs[0] if len(lane_seqs) else None}"
         )
     for name, value in (("producer_id", headers.producer_id), ("producer_epoch", headers.producer_epoch)):
         came = batch.column(name).unique().to_pylist()

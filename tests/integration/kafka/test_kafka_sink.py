@@ -175,6 +175,40 @@ def test_a_sink_that_lost_its_partitions_unknowingly_is_fenced(config: KafkaConf
     assert sorted(lake.read("rollout_started")["trajectory_id"].to_pylist()) == sorted(f"t{item}" for item in range(50))
 
 
+def test_a_sink_takes_marks_and_positions_of_one_version(config: KafkaConfig, lake: Lake, log: KafkaLog) -> None:
+    """The sink before it commits its last records just as the next one looks where to go on."""
+    patient = replace(QUICK, linger_s=60.0, max_linger_s=60.0)
+    first = Sink(config, Lake.open(lake.location), options=patient, alone=True)
+    second = Sink(config, Lake.open(lake.location), options=QUICK, alone=True)
+    reload = second._archive.reload
+
+    def reload_before_the_commit() -> Any:
+        found = reload()
+        if first.num_commits < 2:
+            first.commit()
+        return found
+
+    second._archive.reload = reload_before_the_commit  # type: ignore[method-assign]
+    with (
+        Recorder(log, producer_id="p", run_id="run") as recorder,
+        contextlib.closing(first),
+        contextlib.closing(second),
+    ):
+        record_some(recorder, 0, 40)
+        recorder.flush()
+        while first._archive.staged_bytes == 0 or sum(_read(first)) < _num_records(log):
+            first.run_once(0.1)
+        record_some(recorder, 40, 40)
+        recorder.flush()
+        second.drain(30)
+        assert second._archive.gaps() == []
+    assert sorted(lake.read("rollout_started")["trajectory_id"].to_pylist()) == sorted(f"t{item}" for item in range(80))
+
+
+def _num_records(log: KafkaLog) -> int:
+    return sum(log.end().offsets.values())
+
+
 def test_readers_deliver_what_the_sink_archives_from_any_cursor(
     config: KafkaConfig, lake: Lake, log: KafkaLog, raw: BrokerProducer
 ) -> None:

@@ -14,20 +14,22 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Final, Self
 
+import pyarrow as pa
+
 from rolltape.ingest.archive import Archive
 from rolltape.ingest.kafka.blobs import BlobStore
 from rolltape.ingest.kafka.client import BrokerConsumer, KafkaClient, Message, connect
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.feed import feed
 from rolltape.ingest.kafka.gap_alarms import GapAlarms
-from rolltape.ingest.kafka.lag import Lag
 from rolltape.ingest.kafka.metrics import SinkMetrics
 from rolltape.ingest.kafka.positions import check_topics, identify, log_bases
 from rolltape.ingest.kafka.reader import SINK_ID
 from rolltape.ingest.kafka.retention import BlobRetention
 from rolltape.ingest.kafka.sink_options import SinkOptions
 from rolltape.ingest.kafka.target import MeasuredTarget
-from rolltape.ingest.lanes import NOTHING, Gap, log_app_id
+from rolltape.ingest.kafka.watch import Watch
+from rolltape.ingest.lanes import NOTHING
 from rolltape.ingest.upkeep import Upkeep
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
@@ -55,6 +57,9 @@ MAINTAINS: Final = Partition("control", 0)
 _FINAL: Final = (LogMismatchError, LogAuthenticationError, LogAuthorizationError)
 _PASSING: Final = (StorageFullError, StoreUnreachableError, LogUnreachableError, CommitterFencedError)
 _POLL_RECORDS: Final = 2_000
+_POLL_S: Final = 0.1
+"""A round takes no longer where nothing comes, so that a stop is heard."""
+_LARGE_BYTES: Final = 8 << 20
 _DOUBTFUL_S: Final = 60.0
 """How long other refusals of the brokers are waited out: one that was just restarted does not know its topics yet."""
 
@@ -93,16 +98,17 @@ class Sink:
             self._target, limits=limits, archiver_id=SINK_ID, max_parked_bytes=self.options.max_parked_bytes
         )
         self._bases: Mapping[Partition, int] = {}
-        self._lag = Lag(self.metrics)
-        self._alarms = GapAlarms(self._client, self._identity.topics, self.options.alarm_after_s)
+        self._group = f"{config.prefix}.sink"
+        alarms = GapAlarms(self._client, self._identity.topics, self.options.alarm_after_s)
+        self._watch = Watch(self.metrics, alarms, self._group, self.options.status_s)
         self._upkeep: Upkeep | None = None
         self._retention = BlobRetention(self._client, lake)
         # Compaction is another handle's work here: tables that were just written would be kept in vain.
         lake.recent = RecentTables(max_bytes=0)
         self._is_stale = alone
         self._first_staged_s: float | None = None
-        self._last_record_s = self._last_status_s = 0.0
-        self._consumer: BrokerConsumer = self._client.consumer(None if alone else f"{config.prefix}.sink")
+        self._last_record_s = 0.0
+        self._consumer: BrokerConsumer = self._client.consumer(None if alone else self._group)
         self._join(alone=alone)
         self.metrics_port = None if self.options.metrics_port is None else self.metrics.serve(self.options.metrics_port)
 
@@ -155,7 +161,7 @@ class Sink:
         return self.num_commits > before
 
     def _poll(self, timeout_s: float | None) -> dict[Partition, list[Message]]:
-        wait_s = self.options.linger_s if timeout_s is None else timeout_s
+        wait_s = min(self.options.linger_s, _POLL_S) if timeout_s is None else timeout_s
         polled = self._consumer.poll(wait_s, _POLL_RECORDS)
         if self._is_stale:
             # Partitions came or went during the poll. What is staged may still be ours to commit: the lake decides.
@@ -166,13 +172,13 @@ class Sink:
     def _align(self) -> None:
         """Go on where the lake says, in every partition that is ours now."""
         self._first_staged_s = None
-        self._archive.reload()
+        # Marks and positions of one version: another sink may be committing its last records of our partitions.
+        transactions = self._archive.reload()
         places = self._consumer.assignment()
         if not places:
             self._note_assignment(places)
             return
         self._identity = identify(self._client)
-        transactions = self._lake.snapshot().transactions
         generations = check_topics(self._identity, transactions, {place.topic for place in places})
         self._bases = log_bases(transactions, self._identity.topic_ids)
         begins, ends = self._consumer.begin_offsets(places), self._consumer.end_offsets(places)
@@ -186,7 +192,7 @@ class Sink:
         self.commit()
         self._consumer.resume(places)
         self._note_assignment(places)
-        self._lag.start(starts, ends)
+        self._watch.lag.start(starts, ends)
 
     def _note_assignment(self, places: Collection[Partition]) -> None:
         self._is_stale = False
@@ -209,6 +215,7 @@ class Sink:
         }
         for act, number in acts.items():
             self.metrics.maintain(act, number)
+        pa.default_memory_pool().release_unused()
 
     def _take(self, partition: Partition, messages: list[Message]) -> None:
         now = time.monotonic()
@@ -217,7 +224,7 @@ class Sink:
             self._first_staged_s = now
         for fed in feed(self._archive, partition, messages, self._bases, self._blobs):
             self.metrics.record(partition.topic, fed.outcome.value, fed.num_bytes)
-            self._lag.read(partition, fed.timestamp_ms)
+            self._watch.lag.read(partition, fed.timestamp_ms)
             if fed.seek_to is not None:
                 self._consumer.seek(partition, fed.seek_to)
             if self._archive.staged_bytes >= self.options.max_commit_bytes:
@@ -235,55 +242,28 @@ class Sink:
     def commit(self) -> None:
         """Commit what is staged now."""
         self._first_staged_s = None
+        is_large = self._archive.staged_bytes > _LARGE_BYTES
         if self._archive.commit() is not None:
             self.num_commits += 1
-            self._lag.committed()
+            if is_large:
+                # Else the allocator keeps what the largest commit took, and memory grows with the longest backlog.
+                pa.default_memory_pool().release_unused()
+            self._watch.lag.committed()
             if self._upkeep is not None:
                 self._upkeep.after_round(committed=True, version=self._lake.known_snapshot().version)
 
-    # Beside the rows.
-
     def _look_around(self) -> None:
-        """Every now and then: alarms about gaps, lag and age, the group's offsets. Nothing here is worth a failure."""
-        now = time.monotonic()
-        if now - self._last_status_s < self.options.status_s or self._is_stale:
+        """Every now and then: alarms about gaps, lag and age, the group's offsets, and what the lake needs."""
+        if self._is_stale or not self._watch.is_due():
             return
-        self._last_status_s = now
         snapshot = self._lake.snapshot()
-        gaps = self._archive.gaps()
-        self.metrics.memory(
-            lanes=len(gaps),
-            parked_bytes=self._archive.parked_bytes,
-            staged_bytes=self._archive.staged_bytes,
-            data_files=len(snapshot.files),
-        )
-        places = self._consumer.assignment()
-        archived = self._archived(snapshot.transactions, places)
-        try:
-            self._alarms.send(gaps, self._archive.waiting_since)
-            self._lag.report(archived, self._consumer.end_offsets(places), self._waiting(gaps))
-            self._consumer.commit(archived)
-        except LogError as error:
-            _LOG.info("lag is not known for now: %s", error)
+        if any(snapshot.transactions.get(gap.lane.app_id, NOTHING) >= gap.first for gap in self._archive.gaps()):
+            # Another sink archived what seems to be missing: this one lost the partition and has not heard of it.
+            self._is_stale = True
+            return
+        self._watch.look(self._archive, snapshot, self._consumer, self._bases)
         if self._upkeep is not None:
             self._upkeep.after_round(committed=False, version=snapshot.version)
-
-    def _waiting(self, gaps: Collection[Gap]) -> dict[Partition, int]:
-        """The log's time stamps, in milliseconds, of the records behind gaps."""
-        since = {gap.lane: self._archive.waiting_since(gap.lane) for gap in gaps}
-        oldest: dict[Partition, int] = {}
-        for lane, time_us in since.items():
-            if time_us is not None:
-                place = lane.log_partition
-                oldest[place] = min(time_us // 1000, oldest.get(place, time_us // 1000))
-        return oldest
-
-    def _archived(self, transactions: Mapping[str, int], places: Collection[Partition]) -> dict[Partition, int]:
-        """The next offset, by the brokers' count, that is to be archived of each partition."""
-        return {
-            place: max(transactions.get(log_app_id(place), NOTHING) + 1 - self._bases.get(place, 0), 0)
-            for place in places
-        }
 
     # Many rounds.
 
@@ -331,16 +311,21 @@ class Sink:
             LogUnreachableError: not done in time.
         """
         deadline = time.monotonic() + timeout_s
-        self._align()
-        ends = self._consumer.end_offsets(self._consumer.assignment())
-        while any(self._position(place) < end for place, end in ends.items()):
+        ends: dict[Partition, int] | None = None
+        while time.monotonic() < deadline:
             try:
+                if self._is_stale:
+                    self._align()
+                if ends is None:
+                    ends = self._consumer.end_offsets(self._consumer.assignment())
+                if all(self._position(place) >= end for place, end in ends.items()):
+                    self.commit()
+                    return
                 self.run_once()
             except CommitterFencedError as error:
                 self.metrics.retry(error)
-            if time.monotonic() >= deadline:
-                raise LogUnreachableError(f"expected to archive up to {ends} within {timeout_s} s; run it again")
-        self.commit()
+                self._is_stale = True
+        raise LogUnreachableError(f"expected to archive up to {ends} within {timeout_s} s; run it again")
 
     def _position(self, place: Partition) -> int:
         """The next offset to read, by the brokers' count, once what lies before is staged or archived."""
