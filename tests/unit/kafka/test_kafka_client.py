@@ -252,3 +252,11 @@ def test_opening_a_log_without_topics_says_how_to_make_them(client: KafkaClient,
     url = client.config.url
     with pytest.raises(TopicError, match=f"rolltape topics --log {url} --create"):
         open_log(url, spool=tmp_path)
+
+
+def test_what_a_broker_says_before_it_hangs_up_is_heard() -> None:
+    end = OSError("gone")
+    answers = iter([(b"authentication failed", end), (b"", end)])
+    received = client_module._last_words_first(lambda: next(answers))
+    assert received() == (b"authentication failed", None)
+    assert received() == (b"", end)
