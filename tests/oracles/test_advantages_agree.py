@@ -12,7 +12,7 @@ from rolltape.schema.errors import UntrainableError
 from rolltape.trainers.advantages import Norm, group_advantages, token_advantages
 from rolltape.trainers.gae import credited_rewards, generalised_advantages, value_targets, whitened
 
-SEEDS = range(5)
+SEEDS = range(3)
 
 
 def verl_grpo(

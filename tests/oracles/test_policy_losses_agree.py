@@ -21,7 +21,7 @@ from rolltape.trainers.dis import dis_policy_loss, dis_surrogate
 from rolltape.trainers.gates import no_gate
 from rolltape.trainers.losses import Correction, PolicyLoss, clipped_policy_loss, icepop_policy_loss
 
-SEEDS = range(5)
+SEEDS = range(3)
 EPSILON: dict[str, Any] = {"eps_low": 0.2, "eps_high": 0.28}
 NO_DUAL_CLIP = 1e9
 

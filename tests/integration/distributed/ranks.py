@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-PATIENCE = timedelta(seconds=90)
+PATIENCE = timedelta(minutes=3)
 """How long a rank waits for another that does not come."""
 
 
