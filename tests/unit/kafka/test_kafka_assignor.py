@@ -1,0 +1,43 @@
+"""Partitions are shared out among a group's members, whatever the broker that was asked has heard of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from rolltape.ingest.kafka.client import _Assignor
+
+
+@dataclass
+class Cluster:
+    """What the vendor's client last heard of topics."""
+
+    known: dict[str, set[int]]
+
+    def partitions_for_topic(self, topic: str) -> set[int] | None:
+        return self.known.get(topic)
+
+
+def shares(assignor: _Assignor, cluster: Cluster, *members: str) -> dict[str, list[tuple[str, list[int]]]]:
+    joined = [
+        SimpleNamespace(member_id=name, group_instance_id=None, metadata=SimpleNamespace(topics=["a", "b"]))
+        for name in members
+    ]
+    found = assignor.assign(cluster, joined)
+    return {
+        name: [(topic, list(partitions)) for topic, partitions in share.assigned_partitions]
+        for name, share in found.items()
+    }
+
+
+def test_topics_that_the_broker_has_not_heard_of_are_shared_out_as_they_were_known() -> None:
+    assignor = _Assignor()
+    assignor.known = {"a": {0, 1, 2, 3}, "b": {0}}
+    found = shares(assignor, Cluster({}), "x", "y")
+    assert found == {"x": [("a", [0, 1]), ("b", [0])], "y": [("a", [2, 3]), ("b", [])]}
+
+
+def test_what_the_broker_says_counts_where_it_says_something() -> None:
+    assignor = _Assignor()
+    assignor.known = {"a": {0}, "b": {0}}
+    assert shares(assignor, Cluster({"a": {0, 1}}), "x") == {"x": [("a", [0, 1]), ("b", [0])]}
