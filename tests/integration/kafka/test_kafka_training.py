@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,15 @@ def embedded(tmp_path_factory: pytest.TempPathFactory) -> dict[int, StepBits]:
 
 
 @pytest.fixture
-def log_url(kafka_broker: Broker, topic_prefix: str) -> Iterator[str]:
+def log_url(kafka_broker: Broker, topic_prefix: str) -> str:
     """Topics of this test's own."""
-    yield f"kafka://{kafka_broker.bootstrap}/{topic_prefix}"
+    return f"kafka://{kafka_broker.bootstrap}/{topic_prefix}"
 
 
 def test_lock_step_through_a_broker_gives_the_bits_of_the_embedded_log(
     embedded: dict[int, StepBits], log_url: str, tmp_path: Path
 ) -> None:
-    """Batches, losses, gradients, weights and every metric of every step, over several partitions, and killed on the way."""
+    """Batches, losses, gradients, weights and every metric of every step, over many partitions, killed on the way."""
     with TrainingRun(tmp_path, log_url) as run:
         run.start().wait_for_step(2)
         for name in ("trainer", "sink", "worker-0"):

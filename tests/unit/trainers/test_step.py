@@ -185,3 +185,19 @@ def test_gradients_are_clipped_by_their_global_norm() -> None:
         torch.testing.assert_close(gradient, expected[name] / 3, atol=1e-7, rtol=1e-4)
     # The digests are of what was computed, before clipping.
     assert clipped.gradient_digests == free.gradient_digests
+
+
+def test_dis_gates_the_ratio_to_the_version_that_sampled() -> None:
+    """The gate is open between its bounds, and a token outside gives neither loss nor gradient."""
+    config = dataclasses.replace(CONFIG, correction="dis", dis_low=0.2, dis_high=0.25, aggregation="token_mean")
+    outcome, gradients = step(config)
+    action = batch().action_mask
+    ratio = (outcome.current_log_probs - batch().rollout_log_probs)[action].exp()
+    inside = (ratio > 0.8) & (ratio < 1.25)
+    assert 0 < int(inside.sum()) < len(ratio)
+    assert torch.equal(outcome.trusted[action], inside)
+    torch.testing.assert_close(outcome.gate_weights[action], torch.where(inside, ratio, 0.0))
+    cut, cut_gradients = step(dataclasses.replace(config, token_budget=12))
+    assert len(cut.micro_batches) > 1
+    assert cut.loss == pytest.approx(outcome.loss, rel=1e-6)
+    assert_same(cut_gradients, gradients)

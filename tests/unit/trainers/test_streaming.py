@@ -5,182 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pyarrow as pa
 import pytest
+from tests.group_streams import SIZE, TIMEOUT_S, GroupWriter, NothingMore, StreamTrainer, drops, groups
 
 from rolltape.ingest.memory import MemoryLog
-from rolltape.ingest.recorder import Recorder
 from rolltape.schema import reasons
 from rolltape.schema.cursor import Cursor
-from rolltape.schema.digest import prefix_digest
-from rolltape.schema.render import arrow_schema
-from rolltape.trainers.assembly import VersionRules
-from rolltape.trainers.buffer import KINDS
-from rolltape.trainers.source import Gathered
-from rolltape.trainers.stream import Consumed, GroupStream
-from rolltape.trainers.streaming import StreamRules, StreamSource
-
-SIZE = 4
-PROMPT = [1, 2]
-TIMEOUT_S = 10.0
-
-
-class NothingMore(Exception):
-    """The test has no more events, and the source still waits."""
-
-
-class Clock:
-    """Seconds, moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Worker:
-    """Writes groups as a worker that runs ahead does."""
-
-    def __init__(self, log: MemoryLog, producer_id: str = "worker") -> None:
-        self.recorder = Recorder(log, producer_id=producer_id, run_id="run")
-
-    def dispatch(self, ordinal: int, *, attempt: int = 0, members: Sequence[int] = range(SIZE), **fields: Any) -> None:
-        self._record(
-            "rollout_dispatched",
-            ordinal,
-            attempt,
-            members,
-            **{
-                "purpose": "train",
-                "training_step": None,
-                "group_ordinal": ordinal,
-                "member": pa.array(members, pa.int32()),
-                "group_size": SIZE,
-                "worker_id": "w",
-                **fields,
-            },
-        )
-        self._record("rollout_started", ordinal, attempt, members, prompt_token_ids=[PROMPT] * len(members))
-
-    def finish(
-        self, ordinal: int, *, attempt: int = 0, members: Sequence[int] = range(SIZE), version: int = 0, epoch: int = 1
-    ) -> None:
-        count = len(members)
-        run = {"start": 0, "length": 2, "policy_id": "actor", "run_epoch": epoch, "version": version}
-        self._record(
-            "action_sampled",
-            ordinal,
-            attempt,
-            members,
-            turn_index=0,
-            action_kind="execution",
-            token_ids=[[5, 6]] * count,
-            rollout_log_probs=[[-0.5, -0.25]] * count,
-            version_runs=[[run]] * count,
-            sampling={"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logprobs_mode": "processed_logprobs"},
-            prefix_length=len(PROMPT),
-            prefix_digest=prefix_digest(PROMPT),
-            prefix_source="engine",
-        )
-        self._record(
-            "rollout_ended",
-            ordinal,
-            attempt,
-            members,
-            status="completed",
-            num_action_tokens=2,
-            num_observation_tokens=0,
-        )
-        scalars = [float(member) for member in members]
-        self._record(
-            "reward_assigned", ordinal, attempt, members, state="earned", scalar=scalars, scalariser_version="1"
-        )
-
-    def whole(self, ordinal: int, **fields: Any) -> None:
-        self.dispatch(ordinal)
-        self.finish(ordinal, **fields)
-
-    def abandon(self, ordinal: int, members: Sequence[int], reason: str = "worker_lost") -> None:
-        self._record("attempt_abandoned", ordinal, 0, members, reason=reason)
-
-    def _record(self, kind: str, ordinal: int, attempt: int, members: Sequence[int], **columns: Any) -> None:
-        identity = {
-            "trajectory_id": [f"g{ordinal:03d}-{member}" for member in members],
-            "attempt": attempt,
-            "group_id": f"g{ordinal:03d}",
-            "problem_id": "p",
-        }
-        receipt = self.recorder.record_batch(kind, {**identity, **columns}, len(members))
-        assert not receipt.refused, receipt.refused
-
-
-class Trainer:
-    """A stream source over a log, and the tape of what it pinned: enough to start again from."""
-
-    def __init__(self, log: MemoryLog, *, num_groups: int = 2, train_overdue: bool = False) -> None:
-        self.log, self.num_groups, self.train_overdue = log, num_groups, train_overdue
-        self.clock = Clock()
-        self.live_versions = {(1, version) for version in range(20)}
-        self.cursor = Cursor()
-        self.pinned: list[Gathered] = []
-        self.events: Iterator[Callable[[], None]] = iter(())
-        self.start()
-
-    def start(self) -> None:
-        """Come up, knowing what was pinned and nothing else."""
-        consumed = Consumed()
-        for found in self.pinned:
-            consumed.groups.update(m.group_id for m in found.plan.members)
-            for item in found.plan.dropped:
-                assert item.group_id is not None
-                consumed.groups.add(item.group_id)
-                if item.reason == reasons.GROUP_INCOMPLETE:
-                    consumed.given_up.setdefault(item.group_id, set()).add((item.trajectory_id, item.attempt))
-        reader = self.log.reader(self.cursor, topics=("rollout", "control"), kinds=KINDS)
-        started = arrow_schema("run_started").empty_table()
-        self.stream = GroupStream(reader, run_id="run", run_started=started, consumed=consumed, clock=self.clock)
-        self.source = StreamSource(
-            self.stream,
-            StreamRules(num_groups=self.num_groups, group_timeout_s=TIMEOUT_S, train_overdue=self.train_overdue),
-            live_versions=self.live_versions,
-            meanwhile=self._meanwhile,
-            clock=self.clock,
-        )
-
-    def _meanwhile(self) -> None:
-        event = next(self.events, None)
-        if event is None:
-            raise NothingMore
-        event()
-
-    def gather(self, version: int = 0, *, tau: int = 0, single: bool = False, events: Any = ()) -> Gathered:
-        """Gather and pin. ``events`` happen one by one while it waits."""
-        self.events = iter(events)
-        rules = VersionRules(current=version, newest=version, staleness_tau=tau, single_version=single)
-        found = self.source.gather(len(self.pinned) + 1, rules)
-        self.pinned.append(found)
-        self.cursor = found.cursors[1]
-        self.source.consumed()
-        return found
-
-    def wait(self, seconds: float) -> Callable[[], None]:
-        def later() -> None:
-            self.clock.now += seconds
-
-        return later
-
-
-def groups(found: Gathered) -> list[str]:
-    return list(dict.fromkeys(m.group_id for m in found.plan.members))
-
-
-def drops(found: Gathered) -> list[tuple[str, int, str]]:
-    return [(d.trajectory_id, d.attempt, d.reason) for d in found.plan.dropped]
 
 
 @pytest.fixture
@@ -189,7 +23,7 @@ def log() -> MemoryLog:
 
 
 def test_groups_are_taken_as_they_complete_and_ordered_by_ordinal_and_member(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log)
+    worker, trainer = GroupWriter(log), StreamTrainer(log)
     for ordinal in range(4):
         worker.dispatch(ordinal)
     worker.finish(3, members=[2, 0])
@@ -206,7 +40,7 @@ def test_groups_are_taken_as_they_complete_and_ordered_by_ordinal_and_member(log
 
 
 def test_a_batch_waits_for_whole_groups(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log)
+    worker, trainer = GroupWriter(log), StreamTrainer(log)
     worker.whole(0)
     worker.dispatch(1)
     worker.finish(1, members=[0, 1, 2])
@@ -217,7 +51,7 @@ def test_a_batch_waits_for_whole_groups(log: MemoryLog) -> None:
 
 
 def test_what_is_not_consumed_waits_for_the_next_batch(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log)
+    worker, trainer = GroupWriter(log), StreamTrainer(log)
     for ordinal in range(4):
         worker.whole(ordinal)
     assert groups(trainer.gather()) == ["g000", "g001"]
@@ -227,7 +61,7 @@ def test_what_is_not_consumed_waits_for_the_next_batch(log: MemoryLog) -> None:
 
 
 def test_the_cursor_is_the_low_watermark_of_open_groups(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log)
+    worker, trainer = GroupWriter(log), StreamTrainer(log)
     for ordinal in range(6):
         worker.dispatch(ordinal)
     first = {name: group.first_offset for name, group in seen(trainer).items()}
@@ -247,14 +81,14 @@ def test_the_cursor_is_the_low_watermark_of_open_groups(log: MemoryLog) -> None:
     assert all(found.cursors[1][place] == log.end()[place] for place in log.end() if place.topic == "rollout")
 
 
-def seen(trainer: Trainer) -> dict[str, Any]:
+def seen(trainer: StreamTrainer) -> dict[str, Any]:
     with pytest.raises(NothingMore):
         trainer.gather()
     return trainer.stream.groups
 
 
 def test_rollouts_that_are_too_old_are_dropped_by_name_where_they_are_consumed(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log)
+    worker, trainer = GroupWriter(log), StreamTrainer(log)
     for ordinal, version in enumerate((2, 4, 3, 5)):
         worker.whole(ordinal, version=version)
     found = trainer.gather(version=5, tau=1)
@@ -263,7 +97,7 @@ def test_rollouts_that_are_too_old_are_dropped_by_name_where_they_are_consumed(l
 
 
 def test_icepop_takes_no_other_version_than_the_one_it_starts_from(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log, num_groups=1)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1)
     worker.whole(0, version=4)
     worker.whole(1, version=5)
     found = trainer.gather(version=5, tau=3, single=True)
@@ -272,7 +106,7 @@ def test_icepop_takes_no_other_version_than_the_one_it_starts_from(log: MemoryLo
 
 
 def test_workers_that_wait_for_stale_groups_to_be_consumed_are_released(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log)
+    worker, trainer = GroupWriter(log), StreamTrainer(log)
     worker.whole(0, version=1)
     worker.whole(1, version=9)
     with pytest.raises(NothingMore):
@@ -287,7 +121,7 @@ def test_workers_that_wait_for_stale_groups_to_be_consumed_are_released(log: Mem
 
 
 def test_an_overdue_group_is_dropped_whole(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log)
+    worker, trainer = GroupWriter(log), StreamTrainer(log)
     worker.dispatch(0)
     worker.finish(0, members=[0, 1, 2])
     with pytest.raises(NothingMore):
@@ -301,7 +135,7 @@ def test_an_overdue_group_is_dropped_whole(log: MemoryLog) -> None:
 
 
 def test_an_overdue_group_is_trained_with_what_it_has_where_the_run_says_so(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log, train_overdue=True)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, train_overdue=True)
     worker.dispatch(0)
     worker.finish(0, members=[0, 1, 2])
     with pytest.raises(NothingMore):
@@ -317,7 +151,7 @@ def test_an_overdue_group_is_trained_with_what_it_has_where_the_run_says_so(log:
 
 
 def test_what_comes_late_for_a_group_that_was_given_up_is_dropped_by_name_once(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log, num_groups=1)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1)
     worker.dispatch(0)
     with pytest.raises(NothingMore):
         trainer.gather()
@@ -337,7 +171,7 @@ def test_what_comes_late_for_a_group_that_was_given_up_is_dropped_by_name_once(l
 
 
 def test_a_lost_attempt_is_waited_for_until_its_successor_ends(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log, num_groups=1)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1)
     worker.dispatch(0)
     worker.finish(0, members=[0, 1, 2])
     worker.abandon(0, [3])
@@ -350,7 +184,7 @@ def test_a_lost_attempt_is_waited_for_until_its_successor_ends(log: MemoryLog) -
 
 
 def test_a_cancelled_member_is_waited_for_no_longer(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log, num_groups=1)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1)
     worker.dispatch(0)
     worker.finish(0, members=[0, 1, 2])
     worker.abandon(0, [3], reason="cancelled")
@@ -361,7 +195,7 @@ def test_a_cancelled_member_is_waited_for_no_longer(log: MemoryLog) -> None:
 
 def test_tokens_of_versions_off_the_live_line_are_refused(log: MemoryLog) -> None:
     """After a rewind to version 3 there is another version 4; the old one's tokens are no tokens of it."""
-    worker, trainer = Worker(log), Trainer(log, num_groups=1)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1)
     trainer.live_versions -= {(1, version) for version in range(4, 20)}
     trainer.live_versions |= {(2, 4)}
     worker.whole(0, version=4, epoch=1)
@@ -372,7 +206,7 @@ def test_tokens_of_versions_off_the_live_line_are_refused(log: MemoryLog) -> Non
 
 
 def test_evaluations_and_rollouts_of_a_step_are_left_alone(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log, num_groups=1)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1)
     worker.dispatch(0, purpose="evaluate", training_step=3)
     worker.dispatch(1, training_step=3)
     for ordinal in (0, 1):
@@ -384,7 +218,7 @@ def test_evaluations_and_rollouts_of_a_step_are_left_alone(log: MemoryLog) -> No
 
 
 def test_a_dead_letter_closes_its_member(log: MemoryLog) -> None:
-    worker, trainer = Worker(log), Trainer(log, num_groups=1)
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1)
     worker.dispatch(0)
     worker.finish(0, members=[0, 1, 2])
     receipt = worker.recorder.record_batch(
@@ -408,8 +242,8 @@ def test_a_trainer_that_dies_anywhere_neither_repeats_nor_skips_a_group(seed: in
     """Random interleaving of three workers' groups over three partitions; the trainer is killed between two acts."""
     rng = random.Random(seed)
     log = MemoryLog(num_partitions=3)
-    workers = [Worker(log, f"worker-{index}") for index in range(3)]
-    trainer = Trainer(log, num_groups=rng.choice([1, 2, 3]))
+    workers = [GroupWriter(log, f"worker-{index}") for index in range(3)]
+    trainer = StreamTrainer(log, num_groups=rng.choice([1, 2, 3]))
     acts: list[Callable[[], None]] = []
     for ordinal in range(24):
         worker = workers[ordinal % 3]
