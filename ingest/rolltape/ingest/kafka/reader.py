@@ -106,7 +106,12 @@ class KafkaReader:
         )
         self._consumer: BrokerConsumer | None = None
         self._version = EMPTY.version
-        self._begin()
+        self._must_begin = True
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def cursor(self) -> Cursor:
@@ -134,7 +139,8 @@ class KafkaReader:
     # One snapshot, then the log.
 
     def _begin(self) -> None:
-        """Start from the newest snapshot of the lake, at the cursor."""
+        """Start from the newest snapshot of the lake, at the cursor; what fails halfway is done again."""
+        self._must_begin = True
         snapshot = EMPTY if self._lake is None else self._lake.snapshot()
         check_topics(self._identity, snapshot.transactions, self._topics)
         self._version = snapshot.version
@@ -148,6 +154,7 @@ class KafkaReader:
         if self._lake is not None:
             self._catching_up = catch_up(self._lake, snapshot, self._cursor, self._topics, self._kinds)
         self._seek(snapshot)
+        self._must_begin = False
 
     def _seek(self, snapshot: Snapshot) -> None:
         if self._consumer is None:
@@ -165,6 +172,8 @@ class KafkaReader:
             self._consumer.seek(place, self._identity.start(snapshot.transactions, place, begin, ends[place]))
 
     def _next(self, timeout_s: float) -> list[Delivery]:
+        if self._must_begin:
+            self._begin()
         try:
             for portion in self._catching_up:
                 self._cursor = portion.cursor

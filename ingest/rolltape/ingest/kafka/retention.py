@@ -71,8 +71,7 @@ class BlobRetention:
         for start in range(0, len(due), _BATCH):
             batch = due[start : start + _BATCH]
             send_events(self._client, identity.topics, [_released(batch, horizon_s)])
-            for info in batch:
-                blobs.root.child(info.path).delete()
+            blobs.root.delete_files([info.path for info in batch])
         return len(due)
 
     def _horizon_s(self, identity: LogIdentity) -> float:

@@ -109,8 +109,13 @@ class Sink:
         self._first_staged_s: float | None = None
         self._last_record_s = 0.0
         self._consumer: BrokerConsumer = self._client.consumer(None if alone else self._group)
-        self._join(alone=alone)
-        self.metrics_port = None if self.options.metrics_port is None else self.metrics.serve(self.options.metrics_port)
+        try:
+            port = self.options.metrics_port
+            self.metrics_port = None if port is None else self.metrics.serve(port)
+            self._join(alone=alone)
+        except BaseException:
+            self.close()
+            raise
 
     def _join(self, *, alone: bool) -> None:
         if alone:
