@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from tests.schema_events import action, batch_of
 
+from rolltape.ingest.kafka import sender as sender_module
+from rolltape.ingest.kafka.claims import Claims
 from rolltape.ingest.kafka.config import KafkaConfig
-from rolltape.ingest.kafka.sender import Route, Sender
+from rolltape.ingest.kafka.sender import Sender
 from rolltape.ingest.kafka.topics import MAX_MESSAGE_BYTES, PRODUCERS
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.spool import SpoolWriter
@@ -119,8 +122,8 @@ class Producer:
         self.limit = limit
         self.num_refreshed = 0
         client: Any = brokers
-        route = Route(client=client, blobs=None, limit=lambda _: self.limit, refresh=self._refresh)
-        self.sender = Sender(route, self.writer.producer_folder, self.writer.epoch)
+        claims = Claims(None, MAX_MESSAGE_BYTES, limit=lambda _: self.limit, refresh=self._refresh)
+        self.sender = Sender(client, claims, self.writer.producer_folder, self.writer.epoch)
         self.lane = LANE._replace(producer_epoch=self.writer.epoch)
 
     def _refresh(self) -> None:
@@ -266,9 +269,9 @@ def test_what_the_brokers_do_not_have_stays_and_goes_first(tmp_path: Path, broke
     first.send(*range(10))
     first.close()
     assert first.writer.folder.exists()
-    brokers.is_away = False
     second = Producer(tmp_path, brokers)
     assert (second.writer.epoch, second.sender.older_epochs) == (2, [1])
+    brokers.is_away = False
     second.send(*range(5))
     second.wait(4)
     assert second.sender.wait_until(lambda: not second.sender.older_epochs, time.monotonic() + 20)
@@ -331,6 +334,51 @@ def test_a_record_that_is_too_large_stops_the_sender_and_is_not_dropped(tmp_path
     producer.wait(1)
     assert brokers.firsts() == [0, 1]
     producer.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_fails_whenever_every_lane_arrives_whole(
+    tmp_path: Path, brokers: PlayedBrokers, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(sender_module, "_FIRST_BACKOFF_S", 0.0005)
+    monkeypatch.setattr(sender_module, "_LAST_BACKOFF_S", 0.002)
+    chances = random.Random(seed)
+    log: list[int] = []
+
+    class Unreliable(PlayedProducer):
+        def send(self, partition: Partition, key: bytes, value: Any, headers: Any) -> PlayedPending:
+            pending = PlayedPending(partition, key, dict(headers), self.on_done)
+            if partition.topic != PRODUCERS:
+                chance = chances.random()
+                if chance < 0.03:
+                    raise LogError("not taken")
+                if chance < 0.90:
+                    log.append(pending.first)
+                # Between 0.85 and 0.90 the brokers have it, and the answer is lost.
+                pending.decide(LogError("no answer") if chance > 0.85 else None)
+            else:
+                pending.decide(LogError("no") if chances.random() < 0.5 else None)
+            return pending
+
+    def connect(*, max_record_bytes: int, on_done: Callable[[], None]) -> PlayedProducer:
+        if chances.random() < 0.2:
+            raise LogUnreachableError("away")
+        return Unreliable(brokers, on_done)
+
+    brokers.producer = connect  # type: ignore[method-assign]
+    producer = Producer(tmp_path, brokers)
+    for number in range(120):
+        producer.send(number, hand_over=chances.random() < 0.8)
+    producer.wait(119)
+    producer.close()
+    mark, parked = -1, set[int]()
+    for number in log:
+        # What a lane's mark does: a repeat is known, a gap is waited for.
+        parked.add(number)
+        while mark + 1 in parked:
+            mark += 1
+    assert mark == 119
+    assert not producer.writer.folder.exists()
 
 
 def test_a_refusal_for_size_makes_the_topics_looked_at_again(producer: Producer, brokers: PlayedBrokers) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from rolltape.ingest.kafka.claims import Claims, too_large
 from rolltape.ingest.kafka.client import Headers, KafkaClient, record_bytes
-from rolltape.ingest.kafka.sender import Route, Sender, too_large
+from rolltape.ingest.kafka.sender import Sender
 from rolltape.ingest.kafka.versions import newest_registered_epoch
 from rolltape.ingest.kafka.wire import to_message
 from rolltape.ingest.lanes import NOTHING, Lane, checked_producer_id, newest_epoch
@@ -49,8 +50,8 @@ class KafkaProducer:
         config = log.client.config
         # The sender tries again by itself, and must be able to end in time.
         client = KafkaClient(replace(config, bootstrap_timeout_s=min(config.bootstrap_timeout_s, _ATTEMPT_S)))
-        route = Route(client=client, blobs=log.blobs, limit=log.max_message_bytes, refresh=log.refresh_topics)
-        self._sender = Sender(route, self._writer.producer_folder, self.epoch)
+        claims = Claims(log.blobs, config.claim_check_bytes, limit=log.max_message_bytes, refresh=log.refresh_topics)
+        self._sender = Sender(client, claims, self._writer.producer_folder, self.epoch)
 
     def _minimum_epoch(self) -> int:
         """Above every epoch that the lake or the log knows: the counter on this disk may be new, or an old copy."""
@@ -62,7 +63,10 @@ class KafkaProducer:
     @property
     def unacknowledged_bytes(self) -> int:
         """Spooled bytes of this epoch that the brokers have not acknowledged."""
-        return self._sent_bytes - self._sender.confirmed_bytes
+        found = self._sent_bytes - self._sender.confirmed_bytes
+        if found:
+            self._sender.nudge()
+        return found
 
     def send(self, record: Record) -> None:
         """Append one record to the spool.

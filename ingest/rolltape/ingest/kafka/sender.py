@@ -11,19 +11,17 @@ after failures.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from rolltape.ingest.kafka.blobs import BlobStore
-from rolltape.ingest.kafka.client import BrokerProducer, Headers, KafkaClient, Pending, record_bytes
+from rolltape.ingest.kafka.claims import Claims
+from rolltape.ingest.kafka.client import BrokerProducer, Headers, KafkaClient, Pending
 from rolltape.ingest.kafka.progress import read_progress, write_progress
 from rolltape.ingest.kafka.topics import MAX_MESSAGE_BYTES
 from rolltape.ingest.kafka.versions import (
@@ -32,7 +30,7 @@ from rolltape.ingest.kafka.versions import (
     VersionKeys,
     epoch_message,
 )
-from rolltape.ingest.kafka.wire import DAMAGED, Outgoing, to_claim, to_message
+from rolltape.ingest.kafka.wire import DAMAGED
 from rolltape.ingest.lanes import NOTHING, Lane
 from rolltape.ingest.spool import Appended
 from rolltape.ingest.spool_layout import epoch_name
@@ -41,14 +39,13 @@ from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
     LogAuthenticationError,
-    LogError,
     LogUnreachableError,
-    RecordTooLargeError,
 )
 
 _READ_BYTES: Final = 8 << 20
 _IDLE_S: Final = 0.25
 _NOTE_S: Final = 0.1
+_NUDGE_S: Final = 0.02
 _RESCAN_S: Final = 0.05
 _FIRST_BACKOFF_S: Final = 0.05
 _LAST_BACKOFF_S: Final = 2.0
@@ -78,32 +75,19 @@ class _InFlight(NamedTuple):
     pending: tuple[Pending, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """What a sender needs of its log.
-
-    Attributes:
-        client: opens connections; an attempt should not take long, because the sender tries again by itself.
-        blobs: where claimed payloads go; None where there is no lake.
-        limit: largest message that the brokers take of a topic, in bytes with overhead.
-        refresh: look at the topics again, after the brokers refused a record for its size.
-    """
-
-    client: KafkaClient
-    blobs: BlobStore | None
-    limit: Callable[[str], int]
-    refresh: Callable[[], None]
-
-
 class Sender:
     """Sends what lies in one producer's folder. Threads may share it."""
 
-    def __init__(self, route: Route, producer_folder: Path, epoch: int) -> None:
-        """Start the thread; ``epoch`` is the one that is being written."""
-        self._route = route
+    def __init__(self, client: KafkaClient, claims: Claims, producer_folder: Path, epoch: int) -> None:
+        """Start the thread; ``epoch`` is the one that is being written.
+
+        An attempt of ``client`` to connect should not take long: the thread tries again by itself, and must be able to
+        end in time.
+        """
+        self._client = client
+        self._claims = claims
         self._producer_folder = producer_folder
-        self._client = route.client
-        self._room = route.client.config.max_in_flight_bytes
+        self._room = client.config.max_in_flight_bytes
         self._epoch = epoch
         self._reader = ProducerReader(producer_folder)
         self._current = next(reader for reader in self._reader.epochs() if reader.epoch == epoch)
@@ -112,7 +96,6 @@ class Sender:
         self._noted: dict[int, tuple[float, Place]] = {}
         self._broker: BrokerProducer | None = None
         self._versions = VersionKeys(self._client)
-        self._limits: dict[str, int] = {}
         self._announced = False
         # Handed over from memory: appended by those who spool (one at a time), taken under the lock.
         self._handed: deque[_Spooled] = deque()
@@ -123,7 +106,7 @@ class Sender:
         self._in_flight: deque[_InFlight] = deque()
         self._in_flight_bytes = 0
         self._failed: Exception | None = None
-        self._rescanned = 0.0
+        self._rescanned = self._nudged = 0.0
         # What others see.
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -171,8 +154,10 @@ class Sender:
             self._wake.set()
             return
         try:
-            if self._is_quiet() and self._stage_handed():
-                self._send_ready(may_claim=False)
+            if self._is_quiet():
+                self._reap()
+                self._stage_handed()
+                self._send_ready(at_length=False)
         except Exception as error:  # noqa: BLE001  # the record is spooled; the thread sends it again
             self._failed = error
         finally:
@@ -184,6 +169,13 @@ class Sender:
         """Whether nothing stands before what was handed over but what is on its way."""
         standing = self._broker is None or self._failed is not None or self._error is not None
         return not (standing or self._ready or self._older_epochs or self._stop.is_set())
+
+    def nudge(self) -> None:
+        """Take acknowledgements soon: somebody looks at what is not acknowledged yet, and may wait for less."""
+        now = time.monotonic()
+        if now - self._nudged > _NUDGE_S:
+            self._nudged = now
+            self._wake.set()
 
     def wait_until(self, condition: Callable[[], bool], deadline: float) -> bool:
         """Wait until ``condition`` holds or the monotonic clock reads ``deadline``; whether it held."""
@@ -224,9 +216,9 @@ class Sender:
                     progress = self._round()
             except Exception as error:  # noqa: BLE001  # whatever it was, the spool keeps everything: again
                 with self._lock:
-                    self._fail(error)
+                    progress = self._fail(error)
+                backoff_s = _FIRST_BACKOFF_S if progress else min(2 * backoff_s, _LAST_BACKOFF_S)
                 self._stop.wait(backoff_s)
-                backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
                 continue
             if progress:
                 backoff_s = _FIRST_BACKOFF_S
@@ -247,9 +239,9 @@ class Sender:
             if isinstance(self._error, (LogAuthenticationError, LogUnreachableError)):
                 self._error = None
         self._rescan()
-        self._send_ready(may_claim=True)
+        self._send_ready(at_length=True)
         while not self._stop.is_set() and not self._ready and self._stage():
-            self._send_ready(may_claim=True)
+            self._send_ready(at_length=True)
         if not self._ready and not self._in_flight:
             self._confirm_all_read()
             self._look_at_older_epochs()
@@ -269,6 +261,19 @@ class Sender:
     # Acknowledgements.
 
     def _reap(self) -> bool:
+        """Take what was acknowledged; whether something was.
+
+        Raises:
+            LogError: the oldest record in flight failed.
+        """
+        progress, failed = self._take_acknowledged()
+        if failed is not None:
+            first = self._in_flight[0]
+            raise self._claims.explained(failed, first.lane.topic, first.num_bytes)
+        return progress
+
+    def _take_acknowledged(self) -> tuple[bool, Exception | None]:
+        """Take what was acknowledged up to the first record that is undecided or failed; why it failed."""
         confirmed: dict[EpochReader, Place] = {}
         failed: Exception | None = None
         while self._in_flight and all(pending.done() for pending in self._in_flight[0].pending):
@@ -288,9 +293,7 @@ class Sender:
         if confirmed:
             self._error = None
             self._tell()
-        if failed is not None:
-            raise self._explained(failed)
-        return bool(confirmed)
+        return bool(confirmed), failed
 
     def _folder(self, reader: EpochReader) -> Path:
         return self._producer_folder / epoch_name(reader.epoch)
@@ -353,20 +356,24 @@ class Sender:
                 self._ready.append(first)
         return bool(self._ready)
 
-    def _send_ready(self, *, may_claim: bool) -> None:
+    def _send_ready(self, *, at_length: bool) -> None:
         while self._ready and not self._stop.is_set():
             first = self._ready[0]
             if self._in_flight and self._in_flight_bytes + first.num_bytes > self._room:
                 return
-            if not may_claim and (first.record.topic == "weights" or self._is_claim(first)):
+            if not at_length and self._takes_long(first):
                 return
             self._send(first)
             self._ready.popleft()
 
+    def _takes_long(self, item: _Spooled) -> bool:
+        """Whether others are asked before it can be sent: that is not for the thread that spooled it."""
+        return item.record.topic == "weights" or self._claims.is_claim(item.record, item.pairs)
+
     def _send(self, item: _Spooled) -> None:
         assert self._broker is not None
         record = item.record
-        message = self._message(item)
+        message = self._claims.message(record, item.pairs)
         pending = [self._broker.send(Partition(record.topic, record.partition), *message)]
         if record.topic == "weights" and (DAMAGED, b"1") not in item.pairs:
             pending += [self._broker.send(VERSIONS_PARTITION, *keyed) for keyed in self._versions.messages(record)]
@@ -376,51 +383,6 @@ class Sender:
             _InFlight(item.epoch, item.end, item.num_bytes, lane, headers.last_lane_seq, tuple(pending))
         )
         self._in_flight_bytes += item.num_bytes
-
-    # Sizes.
-
-    def _is_claim(self, item: _Spooled) -> bool:
-        """Whether the payload is to lie beside the lake: beyond what is configured, or what the topic takes."""
-        num_bytes = item.record.num_bytes
-        if num_bytes > self._client.config.claim_check_bytes and self._route.blobs is not None:
-            return True
-        limit = self._limit(item.record.topic)
-        # The frame in the spool holds the same headers, key and value, with more around them than the brokers need.
-        return item.num_bytes > limit - _MIN_ROOM and record_bytes(*to_message(item.record, item.pairs)) > limit
-
-    def _message(self, item: _Spooled) -> Outgoing:
-        """The message of a record: with its payload, or with a claim check where it is too large."""
-        record = item.record
-        if not self._is_claim(item):
-            return to_message(record, item.pairs)
-        limit = self._limit(record.topic)
-        if self._route.blobs is None:
-            raise too_large(record, limit)
-        claim = to_claim(record, item.pairs, *self._route.blobs.put(record.value))
-        if record_bytes(*claim) > limit:
-            raise RecordTooLargeError(
-                f"expected headers of a record to fit the {limit} bytes that topic {record.topic} takes, got "
-                f"{record_bytes(*claim)}; raise the topic's max.message.bytes"
-            )
-        return claim
-
-    def _limit(self, topic: str) -> int:
-        return min(self._route.limit(topic), self._limits.get(topic, MAX_MESSAGE_BYTES))
-
-    def _explained(self, error: Exception) -> Exception:
-        """What the oldest record in flight failed of. Where it is too large, their limit is lower than we thought."""
-        if not isinstance(error, RecordTooLargeError):
-            return error
-        first = self._in_flight[0]
-        with contextlib.suppress(LogError):
-            self._route.refresh()
-        if first.num_bytes <= self._limit(first.lane.topic):
-            self._limits[first.lane.topic] = first.num_bytes // 2
-        if self._route.blobs is None:
-            return error
-        return LogError(
-            f"{error}; payloads above {self._limit(first.lane.topic)} bytes lie beside the lake from now on"
-        )
 
     # Connections.
 
@@ -445,7 +407,9 @@ class Sender:
             raise LogUnreachableError("expected the brokers to take the producer's epoch, got no answer")
         self._announced = True
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception) -> bool:
+        """Go back to what is acknowledged, without a connection; whether that got on meanwhile."""
+        progress, _ = self._take_acknowledged()
         if type(error) is not type(self._error):
             _LOG.warning("producer %s: sending again from the spool after: %s", self._reader.producer_id, error)
         self._error, self._failed = error, None
@@ -456,16 +420,9 @@ class Sender:
         for reader in self._reader.epochs():
             reader.rewind()
         self._tell()
+        return progress
 
     def _drop_connection(self) -> None:
         if self._broker is not None:
             self._broker.close(0.0)
             self._broker = None
-
-
-def too_large(record: Record, limit: int) -> RecordTooLargeError:
-    """The error of a record that its topic does not take, and that has no lake to lie beside."""
-    return RecordTooLargeError(
-        f"expected a record of at most {limit} bytes for topic {record.topic}, got a payload of {record.num_bytes}; "
-        "open the log with a lake (kafka://…?lake=URL): payloads that are too large are kept beside it"
-    )
