@@ -110,7 +110,7 @@ def redrive(
         ValidationError: no such dead letter or rule, the rule does not apply, or the result breaks its spec.
         CodecError: the bytes cannot be read as events.
         ProducerFencedError: another redrive is at work.
-        FlushTimeout: not proven logged in time; do it again to complete it.
+        FlushTimeout: not proven logged, or what is logged not archived, in time; do it again to complete it.
     """
     letter = _find(lake, dead_letter_event_id)
     if letter.redriven_as:
@@ -209,8 +209,9 @@ def _send(
     with Recorder(
         log, producer_id=PRODUCER_ID, run_id=letter.run_id, run_epoch=letter.run_epoch, limits=limits
     ) as recorder:
-        # What an earlier try spooled is logged before it is asked what is there already.
+        # What an earlier try spooled is logged and archived before it is asked what is there already.
         recorder.wait_for_older_epochs(_DRAIN_TIMEOUT_S)
+        log.wait_until_archived(_DRAIN_TIMEOUT_S)
         ids = _replacement_ids(letter, len(events))
         present = set(lake.read(kind, columns=["event_id"])["event_id"].to_pylist()) & set(ids)
         for event_id, event in zip(ids, events, strict=True):

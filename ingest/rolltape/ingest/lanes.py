@@ -62,7 +62,7 @@ class Gap:
         return (
             f"lane {self.lane}: expected lane_seq {self.first}, got {self.last + 1}: "
             f"{self.first} to {self.last} are missing; the lane stands still until they come, or until an operator "
-            "accepts the loss (rolltape.ingest.deadletters.accept_loss)"
+            "accepts the loss (rolltape.ingest.deadletters: accept_loss, over Kafka accept_loss_in_log)"
         )
 
 

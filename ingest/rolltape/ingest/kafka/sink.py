@@ -98,9 +98,9 @@ class Sink:
             self._target, limits=limits, archiver_id=SINK_ID, max_parked_bytes=self.options.max_parked_bytes
         )
         self._bases: Mapping[Partition, int] = {}
-        self._group = f"{config.prefix}.sink"
+        group = None if alone else f"{config.prefix}.sink"
         alarms = GapAlarms(self._client, self._identity.topics, self.options.alarm_after_s)
-        self._watch = Watch(self.metrics, alarms, self._group, self.options.status_s)
+        self._watch = Watch(self.metrics, alarms, group, self.options.status_s)
         self._upkeep: Upkeep | None = None
         self._retention = BlobRetention(self._client, lake)
         # Compaction is another handle's work here: tables that were just written would be kept in vain.
@@ -108,7 +108,7 @@ class Sink:
         self._is_stale = alone
         self._first_staged_s: float | None = None
         self._last_record_s = 0.0
-        self._consumer: BrokerConsumer = self._client.consumer(None if alone else self._group)
+        self._consumer: BrokerConsumer = self._client.consumer(group)
         try:
             port = self.options.metrics_port
             self.metrics_port = None if port is None else self.metrics.serve(port)

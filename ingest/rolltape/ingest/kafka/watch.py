@@ -24,8 +24,8 @@ _IDLE_S: Final = 10.0
 class Watch:
     """Reports how a sink stands. Nothing here is worth a failure of the sink."""
 
-    def __init__(self, metrics: SinkMetrics, alarms: GapAlarms, group: str, interval_s: float) -> None:
-        """Look every ``interval_s`` seconds."""
+    def __init__(self, metrics: SinkMetrics, alarms: GapAlarms, group: str | None, interval_s: float) -> None:
+        """Look every ``interval_s`` seconds; ``group`` is the one that hands partitions out, if one does."""
         self.lag = Lag(metrics)
         self._metrics = metrics
         self._alarms = alarms
@@ -58,7 +58,8 @@ class Watch:
         try:
             self._alarms.send(gaps, archive.waiting_since)
             self.lag.report(archived, consumer.end_offsets(places), _waiting_ms(archive, gaps))
-            consumer.commit(archived)
+            if self._group is not None:
+                consumer.commit(archived)
         except LogError as error:
             _LOG.info("lag is not known for now: %s", error)
 
