@@ -198,7 +198,8 @@ def delivered(log: KafkaLog) -> dict[str, pa.RecordBatch]:
 def in_order(table: pa.Table) -> pa.RecordBatch:
     """Rows in the order of the log. When a dead letter of an archive was made is the archive's own matter."""
     keys = ("log_topic", "log_partition", "log_offset", "producer_id", "producer_epoch", "lane_seq", "event_id")
-    ordered = table.sort_by([(key, "ascending") for key in keys]).drop_columns("recorded_at")
+    ordered = table.sort_by([(key, "ascending") for key in keys])
+    ordered = ordered.select([name for name in ordered.column_names if name != "recorded_at"])
     return ordered.combine_chunks().to_batches()[0]
 
 
