@@ -11,8 +11,8 @@ from rolltape.schema.errors import ReplayError
 from rolltape.schema.render import arrow_schema
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location
+from rolltape.store.log_actions import Actions
 from rolltape.store.snapshot import DataFile
-from rolltape.store.transaction_log import Actions
 from rolltape.trainers.history import RunHistory
 
 

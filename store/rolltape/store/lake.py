@@ -29,10 +29,11 @@ from rolltape.store import parquet
 from rolltape.store.beside import beside
 from rolltape.store.evolution import missing_fields
 from rolltape.store.location import Location
+from rolltape.store.log_actions import Actions, NewFile, describe_file
 from rolltape.store.recent import RecentTables
 from rolltape.store.row_filter import RowFilter
 from rolltape.store.snapshot import VACUUM_TRANSACTION, DataFile, LogCommit, Snapshot
-from rolltape.store.transaction_log import Actions, NewFile, TransactionLog, describe_file
+from rolltape.store.transaction_log import TransactionLog
 
 if TYPE_CHECKING:
     from rolltape.store.sql import QueryResult

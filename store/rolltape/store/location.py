@@ -125,11 +125,12 @@ class Location:
     # Reading
 
     def exists(self) -> bool:
-        """Whether there is a file (on this machine's disk: or a folder) here."""
-        return self.size_bytes() is not None
+        """Whether there is a file or folder here."""
+        found = self.size_bytes() is not None
+        return found or (self.bucket is not None and self.bucket.has_any(self.key))
 
     def size_bytes(self) -> int | None:
-        """Size of the file here; of a folder on this machine's disk some number, None where there is nothing."""
+        """Size of the file here, None where there is none (a folder of a disk has some size as well)."""
         if self.bucket is not None:
             return self.bucket.size_bytes(self.key)
         try:

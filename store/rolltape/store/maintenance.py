@@ -25,9 +25,10 @@ from rolltape.schema.render import arrow_schema
 from rolltape.store import parquet
 from rolltape.store.beside import beside
 from rolltape.store.lake import Lake
+from rolltape.store.log_actions import Actions, NewFile, commit_name
 from rolltape.store.row_filter import rows_at
 from rolltape.store.snapshot import MAINTENANCE_TRANSACTION, VACUUM_TRANSACTION, DataFile, Snapshot
-from rolltape.store.transaction_log import SAFE_LOG_AGE_S, Actions, NewFile, commit_name
+from rolltape.store.transaction_log import SAFE_LOG_AGE_S
 
 TARGET_BYTES: Final = 128 << 20
 DAY_S: Final = 86_400.0

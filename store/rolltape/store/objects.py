@@ -119,6 +119,11 @@ class Bucket:
         infos = [ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in found]
         return sorted(infos)
 
+    def has_any(self, prefix: str) -> bool:
+        """Whether there is an object whose key begins with ``prefix`` and a slash."""
+        with self._errors(prefix):
+            return any(obstore.list(self._store, prefix or None, chunk_size=1))
+
     # Writing
 
     def put(self, key: str, data: Any) -> None:

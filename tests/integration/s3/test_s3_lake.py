@@ -66,6 +66,7 @@ def test_a_version_that_filled_a_hole_of_a_cleaned_log_is_taken_back(
     checkpoint(s3_lake)
     clean_logs(s3_lake, safe_age_s=0)
     # As if it had been stopped between its look at the newest version and its own.
+    stopped.log._known_s = float("-inf")
     monkeypatch.setattr(stopped.log, "refresh", lambda snapshot: snapshot)
     with pytest.raises(StoreError, match="take the newest snapshot"):
         stopped.append({}, {"lane/late/1/rollout/0": 0})
@@ -84,6 +85,8 @@ def test_locations_behave_as_on_a_disk(s3_bucket: Bucket) -> None:
     place.write_bytes(b"new")
     assert (place.read_bytes(), place.size_bytes()) == (b"new", 3)
     assert place.write_if_absent(b"third") is False
+    assert root.child("a").exists()
+    assert root.child("a", "fil").exists() is False
     assert root.child("b").write_if_absent(b"first") is True
     assert root.child("b").write_if_absent(b"second") is False
     with root.child("c").open_output() as stream:
