@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from rolltape.recipes import smollm2_gsm8k, sort_digits
+from rolltape.recipes import smollm2_gsm8k, sort_digits, sort_digits_async
 from rolltape.recipes.cli import COMMANDS
 from rolltape.recipes.config import RunConfig
 
@@ -118,7 +118,7 @@ _parser(sys.argv[1]).parse_args(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("recipe", [sort_digits, smollm2_gsm8k])
+@pytest.mark.parametrize("recipe", [sort_digits, sort_digits_async, smollm2_gsm8k])
 def test_the_example_file_is_the_recipe_of_the_same_name(recipe: ModuleType) -> None:
     name = recipe.__name__.rpartition(".")[2]
     assert RunConfig.from_toml(ROOT / "recipes" / "examples" / f"{name}.toml") == recipe.config()

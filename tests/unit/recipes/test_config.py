@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rolltape.ingest.embedded import EmbeddedLog
+from rolltape.ingest.recorder import Recorder
+from rolltape.recipes.commands.demo import demo_log
 from rolltape.recipes.config import RunConfig, redacted
+from rolltape.recipes.runs import start_run
 from rolltape.recipes.sort_digits import config as sort_digits
 from rolltape.schema.errors import ConfigError
+from rolltape.store.lake import Lake
+from rolltape.store.location import Location
 
 SECRET = "hunter2-planted"
 
@@ -32,6 +41,11 @@ def test_json_and_toml_round_trip(tmp_path: Path) -> None:
         ({"trainer": {"correction": "magic"}}, "trainer.correction"),
         ({"trainer": {"aggregation": "const"}}, "trainer.const_length"),
         ({"trainer": {"lr": "fast"}}, "trainer.lr"),
+        ({"trainer": {"correction": "dis"}}, "trainer.dis_low"),
+        ({"trainer": {"correction": "dis", "dis_low": 1.0, "dis_high": 3.0}}, "trainer.dis_low"),
+        ({"trainer": {"group_timeout_s": 0}}, "trainer.group_timeout_s"),
+        ({"trainer": {"overdue_groups": "wait"}}, "trainer.overdue_groups"),
+        ({"rollout": {"max_lead_steps": -1}}, "rollout.max_lead_steps"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature"),
         ({"rollout": {"group_size": 0}}, "rollout.group_size"),
         ({"rolout": {}}, "rolout"),
@@ -64,3 +78,25 @@ def test_redaction_covers_nested_values() -> None:
     shown = redacted(value)
     assert SECRET not in str(shown)
     assert shown["plain"] == 1
+
+
+def test_a_run_of_an_older_release_is_resumed_not_refused(tmp_path: Path) -> None:
+    """What later releases added to the configuration counts as its default."""
+    config = sort_digits()
+    old = json.loads(config.to_json())
+    del old["rollout"]["max_lead_steps"], old["trainer"]["group_timeout_s"], old["trainer"]["dis_low"]
+    lake = Lake.create(Location.parse(str(tmp_path / "lake")))
+    with EmbeddedLog(lake, committer="thread") as log:
+        with Recorder(log, producer_id="starter", run_id=config.run_id) as recorder:
+            recorder.record("run_started", purpose="train", config_json=json.dumps(old), config_digest="of then")
+            recorder.flush("logged")
+        assert not start_run(lake, config, log)
+        with pytest.raises(ConfigError, match="another configuration"):
+            start_run(lake, replace(config, seed=9), log)
+
+
+def test_the_log_of_a_demonstration_has_topics_of_its_own() -> None:
+    assert demo_log("", "sort") == ""
+    assert demo_log("kafka://one:9092,two:9092/mine?linger_s=0", "sort") == "kafka://one:9092,two:9092/mine?linger_s=0"
+    made = demo_log("kafka://one:9092,two:9092/?linger_s=0", "sort")
+    assert re.fullmatch(r"kafka://one:9092,two:9092/sort-\d{8}-\d{6}\?linger_s=0", made)
