@@ -543,6 +543,7 @@ class BrokerConsumer:
             LogAuthorizationError, LogAuthenticationError: the brokers do not allow it.
         """
         with self._connection.errors("reading"):
+            self._see_rejoin_through()
             try:
                 found = self._consumer.poll(timeout_ms=int(timeout_s * 1000), max_records=max_records)
             except vendor.OffsetOutOfRangeError as error:
@@ -565,6 +566,16 @@ class BrokerConsumer:
             if place in kept
             for partition in (self._partition(place),)
         }
+
+    def _see_rejoin_through(self) -> None:
+        """Have the vendor finish a rejoin that it began because its view of the topics changed.
+
+        Where the group's answer comes between two polls, the vendor finds nothing to rejoin for any more and leaves it
+        there: without partitions, without heartbeats, for ever.
+        """
+        coordinator = self._consumer._coordinator  # noqa: SLF001  # there is no public way to it
+        if self._rebalances is not None and coordinator.rejoining and not coordinator.need_rejoin():
+            coordinator.request_rejoin()
 
     def _gone(self, places: Mapping[Any, int | None]) -> OffsetGoneError:
         place, offset = next(iter(places.items()))
