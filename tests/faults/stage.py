@@ -351,7 +351,8 @@ class Stage:
         wanted = self.standing().acknowledged - refused
         while (archived := self.num_archived()) < wanted or self._missing():
             for child in self.sinks.values():
-                if child.status is not None and child.status != -signal.SIGKILL:
+                # Some were killed or told to leave by the row.
+                if child.status not in (None, 0, -signal.SIGKILL):
                     raise StageError(f"{child.name} ended with {child.status}:\n{child.last_words()}")
             if time.monotonic() > deadline:
                 raise StageError(f"{archived} of {wanted} events archived after {patience_s} s\n{self._last_words()}")
