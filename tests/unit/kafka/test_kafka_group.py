@@ -1,11 +1,13 @@
-"""Partitions are shared out among a group's members, whatever the broker that was asked has heard of."""
+"""A group shares its partitions out, and each rejoin ends, where the vendor's client alone would stand still."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from rolltape.ingest.kafka.client import _Assignor
+import pytest
+
+from rolltape.ingest.kafka.client import BrokerConsumer, _Assignor
 
 
 @dataclass
@@ -41,3 +43,26 @@ def test_what_the_broker_says_counts_where_it_says_something() -> None:
     assignor = _Assignor()
     assignor.known = {"a": {0}, "b": {0}}
     assert shares(assignor, Cluster({"a": {0, 1}}), "x") == {"x": [("a", [0, 1]), ("b", [0])]}
+
+
+@dataclass
+class Coordinator:
+    """The vendor's member of a group: ``rejoining`` from the start of a rejoin until its answer was taken."""
+
+    rejoining: bool
+    rejoin_needed: bool = False
+
+    def need_rejoin(self) -> bool:
+        return self.rejoin_needed
+
+    def request_rejoin(self) -> None:
+        self.rejoin_needed = True
+
+
+@pytest.mark.parametrize("rejoining", [True, False])
+def test_a_rejoin_whose_answer_came_between_two_polls_is_asked_for_again(rejoining: bool) -> None:
+    consumer = BrokerConsumer.__new__(BrokerConsumer)
+    coordinator = Coordinator(rejoining)
+    consumer.__dict__.update(_consumer=SimpleNamespace(_coordinator=coordinator), _rebalances=object())
+    consumer._see_rejoin_through()
+    assert coordinator.rejoin_needed is rejoining
