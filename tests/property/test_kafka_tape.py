@@ -92,14 +92,12 @@ def logs(draw: st.DrawFn) -> list[Item]:
 
 
 def _record_of(number: int, message: Any) -> Record | None:
-    match message:
-        case "foreign":
-            return None
-        case (producer_id, which):
-            return RECORDS[producer_id][which]
-        case (producer_id, which, length):
-            return acceptance(number, producer_id, which * ROWS, (which + length) * ROWS - 1)
-    raise AssertionError(f"no such message: {message}")
+    if message == "foreign":
+        return None
+    producer_id, which, *length = message
+    if not length:
+        return RECORDS[producer_id][which]
+    return acceptance(number, producer_id, which * ROWS, (which + length[0]) * ROWS - 1)
 
 
 def offer(archive: Archive, item: Item) -> None:
