@@ -9,6 +9,7 @@ from typing import Final
 
 from rolltape.ingest.archive import Archive
 from rolltape.ingest.kafka.client import BrokerConsumer
+from rolltape.ingest.kafka.footprint import give_back
 from rolltape.ingest.kafka.gap_alarms import GapAlarms
 from rolltape.ingest.kafka.lag import Lag
 from rolltape.ingest.kafka.metrics import SinkMetrics
@@ -19,6 +20,7 @@ from rolltape.store.snapshot import Snapshot
 
 _LOG: Final = logging.getLogger(__name__)
 _IDLE_S: Final = 10.0
+_GIVE_BACK_S: Final = 20.0
 
 
 class Watch:
@@ -33,6 +35,7 @@ class Watch:
         self._interval_s = interval_s
         self._last_s = 0.0
         self._idle_since_s: float | None = None
+        self._gave_back_s = time.monotonic()
 
     def is_due(self) -> bool:
         """Whether it is time for :meth:`look`."""
@@ -45,6 +48,9 @@ class Watch:
         self._last_s = time.monotonic()
         gaps, places = archive.gaps(), consumer.assignment()
         self._say_if_idle(places)
+        if self._last_s - self._gave_back_s >= _GIVE_BACK_S:
+            self._gave_back_s = self._last_s
+            give_back()
         self._metrics.memory(
             lanes=len(gaps),
             parked_bytes=archive.parked_bytes,

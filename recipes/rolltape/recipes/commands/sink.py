@@ -49,11 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Archive until told to stop (SIGTERM commits what was read first); the lake is made where there is none."""
     from rolltape.ingest.kafka.config import KafkaConfig
+    from rolltape.ingest.kafka.footprint import limit_arenas
     from rolltape.ingest.kafka.sink import Sink, SinkOptions
     from rolltape.store.lake import Lake
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logging.getLogger("kafka").setLevel(logging.WARNING)
+    limit_arenas()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
