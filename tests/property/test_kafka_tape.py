@@ -50,7 +50,9 @@ def poisoned(record: Record) -> Record:
     return Record(topic=record.topic, partition=0, key=record.key, headers=record.headers, value=b"these are no events")
 
 
-RECORDS = {producer_id: [rows_of(producer_id, number) for number in range(NUM_RECORDS)] for producer_id in PRODUCERS}
+RECORDS: dict[str, list[Record]] = {
+    producer_id: [rows_of(producer_id, number) for number in range(NUM_RECORDS)] for producer_id in PRODUCERS
+}
 # One record of one lane cannot be read, wherever it comes.
 RECORDS["r"][2] = poisoned(RECORDS["r"][2])
 
@@ -96,7 +98,8 @@ def _record_of(number: int, message: Any) -> Record | None:
         return None
     producer_id, which, *length = message
     if not length:
-        return RECORDS[producer_id][which]
+        known: Record = RECORDS[producer_id][which]
+        return known
     return acceptance(number, producer_id, which * ROWS, (which + length[0]) * ROWS - 1)
 
 
