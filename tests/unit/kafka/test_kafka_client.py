@@ -115,6 +115,7 @@ class PlayedConsumer:
         self.paused: set[Any] = set()
         self.positions: dict[Any, int] = {}
         self.rounds = 0
+        self._coordinator = SimpleNamespace(rejoining=False)
 
     def subscribe(self, names: list[str], listener: Any) -> None:
         self.listener = listener
