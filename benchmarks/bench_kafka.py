@@ -298,9 +298,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the freshness case")
     parser.add_argument("--events-per-s", type=float, default=100.0)
+    parser.add_argument("--nodes", type=int, choices=(1, 3), default=1, help="of real Kafka")
     options = parser.parse_args()
     cases = options.cases or CASES
-    with tempfile.TemporaryDirectory() as name, broker(Path(name) / "broker") as where:
+    with tempfile.TemporaryDirectory() as name, broker(Path(name) / "broker", options.nodes) as where:
         folder = Path(name)
         if {"producer", "pipeline"} & set(cases):
             load = Load(options.rollouts, options.tokens, options.batch)

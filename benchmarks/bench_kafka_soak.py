@@ -116,8 +116,9 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0, help="length of the memory case")
     parser.add_argument("--outage-minutes", type=float, default=5.0)
     parser.add_argument("--rate", type=float, default=200.0, help="batches of eight events a second")
+    parser.add_argument("--nodes", type=int, choices=(1, 3), default=1, help="of real Kafka")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, broker(Path(name) / "broker") as where:
+    with tempfile.TemporaryDirectory() as name, broker(Path(name) / "broker", options.nodes) as where:
         for case in options.cases or CASES:
             if case == "memory":
                 bench_memory(where, Path(name), options.minutes, options.rate)

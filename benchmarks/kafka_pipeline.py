@@ -47,8 +47,8 @@ def report(case: str, **figures: Any) -> None:
 
 
 @contextlib.contextmanager
-def broker(folder: Path) -> Iterator[Broker]:
-    """The best broker that this machine can run."""
+def broker(folder: Path, nodes: int = 1) -> Iterator[Broker]:
+    """The best broker that this machine can run; of real Kafka ``nodes`` (1 or 3)."""
     if bootstrap := os.environ.get("ROLLTAPE_KAFKA_BOOTSTRAP"):
         yield Broker("a cluster of yours", bootstrap)
         return
@@ -57,8 +57,8 @@ def broker(folder: Path) -> Iterator[Broker]:
     if home := os.environ.get("ROLLTAPE_KAFKA_HOME"):
         from tests.servers.apache_kafka import KafkaCluster
 
-        with KafkaCluster(home, folder) as cluster:
-            yield Broker("Apache Kafka, one node", cluster.bootstrap)
+        with KafkaCluster(home, folder, nodes) as cluster:
+            yield Broker(f"Apache Kafka, nodes: {nodes}", cluster.bootstrap)
         return
     from tests.servers.noida_db import NoidaDb
 
