@@ -215,8 +215,11 @@ class EpochReader:
             return True
 
     def resume_at(self, place: Place) -> None:
-        """Start behind what was confirmed before; where nothing is known of that, from the beginning."""
-        self._read = self._confirmed = place
+        """Start behind what was confirmed before.
+
+        Where that segment is gone, more was confirmed than ``place`` tells: start at the oldest one that is there.
+        """
+        self._read = self._confirmed = place if place.segment in self._segments else START
 
     def rewind(self) -> None:
         """Read again from the last confirmed place."""

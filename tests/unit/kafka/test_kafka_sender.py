@@ -299,6 +299,30 @@ def test_a_killed_producer_loses_nothing_and_does_not_send_all_again(tmp_path: P
     second.close()
 
 
+@pytest.mark.parametrize("hint", [b"", b"torn", "old"])
+def test_a_kill_between_an_acknowledgement_and_its_note_costs_repeats_only(
+    tmp_path: Path, brokers: PlayedBrokers, hint: bytes | str
+) -> None:
+    first = Producer(tmp_path, brokers)
+    first.send(0)
+    first.wait(0)
+    note = first.writer.folder / "CONFIRMED"
+    wait_for(note.exists)
+    old = note.read_bytes()
+    first.send(*range(1, 30))
+    first.wait(29)
+    wait_for(lambda: len(list(first.writer.folder.glob("*.frames"))) <= 2)
+    first.die()
+    # The segment that the old note names is gone.
+    note.write_bytes(old if isinstance(hint, str) else hint)
+    brokers.sent.clear()
+    second = Producer(tmp_path, brokers)
+    assert second.sender.wait_until(lambda: not second.sender.older_epochs, time.monotonic() + 20)
+    assert len(brokers.firsts()) <= 4
+    assert brokers.firsts() == sorted(brokers.firsts())
+    second.close()
+
+
 def test_an_older_epoch_without_a_record_is_forgotten(tmp_path: Path, brokers: PlayedBrokers) -> None:
     Producer(tmp_path, brokers).die()
     second = Producer(tmp_path, brokers)
