@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import pyarrow as pa
 import pytest
 from tests.arrow_bits import same_bits
-from tests.servers.fixtures import Broker
+from tests.servers.fixtures import Broker, client_environment
 from tests.servers.s3_server import Bucket
 
 from rolltape.ingest.deadletters import accept_loss, accept_loss_in_log
@@ -269,7 +269,7 @@ def _embedded(lake: Lake, stack: contextlib.ExitStack) -> Harness:
 
 def _kafka(request: pytest.FixtureRequest, broker: Broker, folder: Path, stack: contextlib.ExitStack) -> KafkaHarness:
     prefix: str = request.getfixturevalue("topic_prefix")
-    config = KafkaConfig.from_url(f"kafka://{broker.bootstrap}/{prefix}", {})
+    config = KafkaConfig.from_url(f"kafka://{broker.bootstrap}/{prefix}", client_environment(broker))
     lake = Lake.create(folder / "lake")
     client = make_topics(config, {"rollout": 1})
     log = stack.enter_context(TidyKafkaLog(config, lake, folder / "spool"))

@@ -5,7 +5,8 @@ A test keeps to itself by names of its own: ``topic_prefix`` and ``s3_bucket`` a
 Which servers there are, the environment says:
 
 * ``ROLLTAPE_KAFKA_HOME``: a folder with ``libs/`` of Apache Kafka 4; brokers are started from it (Java 17).
-* ``ROLLTAPE_KAFKA_BOOTSTRAP``: brokers that run already; suites that stop no brokers use them.
+* ``ROLLTAPE_KAFKA_BOOTSTRAP``: brokers that run already; suites that stop no brokers use them, as whoever the other
+  ``ROLLTAPE_KAFKA_…`` variables say.
 * ``ROLLTAPE_S3_SERVER``: the program versitygw; or ``ROLLTAPE_S3_ENDPOINT``: a server that runs already, with the
   usual AWS variables, and buckets made there unless ``ROLLTAPE_S3_BUCKET`` names one.
 * ``ROLLTAPE_TOXIPROXY``: the program toxiproxy-server.
@@ -28,13 +29,15 @@ from typing import Final, Protocol
 
 import pyarrow.fs as pafs
 import pytest
-from confluent_kafka.admin import AdminClient
 from tests.servers.apache_kafka import KafkaCluster, Secure
 from tests.servers.certificates import Certificates, make_certificates
 from tests.servers.noida_db import NoidaDb
 from tests.servers.s3_server import Bucket, S3Server
 from tests.servers.toxiproxy import Toxiproxy
 
+from rolltape.ingest.kafka.client import KafkaClient
+from rolltape.ingest.kafka.config import KafkaConfig
+from rolltape.ingest.kafka.topics import ALL_TOPICS
 from rolltape.store.location import Location
 
 SCRAM_USERS: Final = {"alice": "alice-of-the-tests", "bob": "bob-of-the-tests"}
@@ -63,6 +66,11 @@ class GivenBroker:
 
     bootstrap: str
     name: str = "given brokers"
+
+
+def client_environment(broker: Broker) -> Mapping[str, str]:
+    """The environment that clients of a broker take their configuration from: the user's for brokers of the user."""
+    return os.environ if isinstance(broker, GivenBroker) else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +166,8 @@ def topic_prefix() -> Iterator[str]:
     yield prefix
     given = os.environ.get("ROLLTAPE_KAFKA_BOOTSTRAP")
     if given:
-        admin = AdminClient({"bootstrap.servers": given})
-        ours = [topic for topic in admin.list_topics(timeout=30).topics if topic.startswith(prefix)]
-        for done in (admin.delete_topics(ours) if ours else {}).values():
-            done.result(30)
+        with contextlib.closing(KafkaClient(KafkaConfig.from_url(f"kafka://{given}/{prefix}")).admin()) as admin:
+            admin.delete([name for name, info in admin.describe(ALL_TOPICS).items() if info is not None])
 
 
 @pytest.fixture(scope="session")

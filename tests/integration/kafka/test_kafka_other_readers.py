@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pytest
 from tests.servers.apache_kafka import KafkaCluster
-from tests.servers.fixtures import Broker
+from tests.servers.fixtures import Broker, client_environment
 
 from rolltape.ingest import Recorder, open_log
 from rolltape.ingest.kafka.client import BrokerConsumer, KafkaClient
@@ -68,7 +68,7 @@ def num_messages(log: EventLog) -> int:
 @pytest.fixture
 def config(real_kafka: Broker, topic_prefix: str) -> KafkaConfig:
     """A log of several partitions on real brokers."""
-    made = KafkaConfig.from_url(f"kafka://{real_kafka.bootstrap}/{topic_prefix}", {})
+    made = KafkaConfig.from_url(f"kafka://{real_kafka.bootstrap}/{topic_prefix}", client_environment(real_kafka))
     make_topics(made)
     return made
 
