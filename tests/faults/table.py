@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.faults.brokers import kill_leader, kill_two, pause_leader
+from tests.faults.chaos import anything
 from tests.faults.delivery import corrupt, disordered, huge_action, long_action
 from tests.faults.identity import clock_off, same_id_again, topic_recreated
 from tests.faults.network import cut, swallow_answers
@@ -52,6 +53,7 @@ class Row:
         play: starts the pipeline, strikes, mends, settles.
         place: where the lake is kept.
         needs: servers beside the three brokers.
+        soak_only: not a row of the table, played by the soak beside them.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Row:
     play: Play
     place: Callable[[Path, Servers], AbstractContextManager[Place]] = _local
     needs: frozenset[str] = frozenset()
+    soak_only: bool = False
 
 
 ROWS: Final = (
@@ -119,6 +122,12 @@ ROWS: Final = (
     Row(name="clock_off", fault="clocks 10 minutes off", play=clock_off),
     Row(name="same_id_again", fault="producer restarted with the same id", play=same_id_again),
     Row(name="topic_recreated", fault="topic recreated", play=topic_recreated),
+    Row(
+        name="anything",
+        fault="anything killed, in any order",
+        play=anything,
+        soak_only=True,
+    ),
 )
 
 
