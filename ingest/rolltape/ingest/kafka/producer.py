@@ -16,7 +16,6 @@ from rolltape.ingest.kafka.wire import to_message
 from rolltape.ingest.lanes import NOTHING, Lane, checked_producer_id, newest_epoch
 from rolltape.ingest.log import Level
 from rolltape.ingest.spool import SpoolWriter
-from rolltape.ingest.spool_layout import EPOCH, producers_folder
 from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import (
@@ -54,11 +53,9 @@ class KafkaProducer:
         self._sender = Sender(client, claims, self._writer.producer_folder, self.epoch)
 
     def _minimum_epoch(self) -> int:
-        """Above every epoch that the lake or the log knows: the counter on this disk may be new, or an old copy."""
-        known = newest_epoch(self._log.transactions(), self.producer_id)
-        if not (producers_folder(self._log.spool_path) / self.producer_id / EPOCH).exists():
-            known = max(known, newest_registered_epoch(self._log.client, self.producer_id))
-        return known + 1
+        """Above every epoch that the lake or the log knows: this id may have run elsewhere since this disk counted."""
+        archived = newest_epoch(self._log.transactions(), self.producer_id)
+        return max(archived, newest_registered_epoch(self._log.client, self.producer_id)) + 1
 
     @property
     def unacknowledged_bytes(self) -> int:
