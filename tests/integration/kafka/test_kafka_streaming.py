@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kafka import KafkaAdminClient, TopicPartition
+from kafka import KafkaAdminClient
+from kafka.structs import TopicPartition
 from tests.group_streams import GroupWriter, NothingMore, StreamTrainer, groups
 from tests.servers.fixtures import Broker
 

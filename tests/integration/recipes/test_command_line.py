@@ -108,7 +108,8 @@ def test_replay_refuses_a_tampered_tape_by_trajectory_and_tensor(lake: str, tmp_
     from rolltape.store.lake import Lake
     from rolltape.store.location import Location
 
-    copy, trajectory = flip_one_log_prob_bit(Lake.open(Location.parse(lake)), "small", 2, Location.parse(tmp_path / "copy"))
+    source, target = Lake.open(Location.parse(lake)), Location.parse(str(tmp_path / "copy"))
+    copy, trajectory = flip_one_log_prob_bit(source, "small", 2, target)
     done = rolltape("replay", "--lake", copy.location.url, "--step", "2", status=1)
     assert trajectory in done.stderr
     assert "rollout_log_probs" in done.stderr

@@ -57,7 +57,7 @@ def member_columns(folded: Fold, members: Sequence[Member]) -> tuple[pa.StructAr
     """The ``members`` structs of ``batch_formed`` in order, and the batch digest over their contents."""
     index = fold_index(folded)
     rows = [index[m.trajectory_id, m.attempt] for m in members]
-    trajectories = folded.trajectories.take(rows).combine_chunks()
+    trajectories = folded.trajectories.take(pa.array(rows, pa.int64())).combine_chunks()
     digests = content_digests_of(folded)
     digest_row = {
         key: row
@@ -65,7 +65,8 @@ def member_columns(folded: Fold, members: Sequence[Member]) -> tuple[pa.StructAr
             zip(digests["trajectory_id"].to_pylist(), digests["attempt"].to_pylist(), strict=True)
         )
     }
-    taken = digests.take([digest_row[m.trajectory_id, m.attempt] for m in members]).combine_chunks()
+    wanted = [digest_row[m.trajectory_id, m.attempt] for m in members]
+    taken = digests.take(pa.array(wanted, pa.int64())).combine_chunks()
     count = len(members)
 
     def column(name: str) -> pa.Array:
