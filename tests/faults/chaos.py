@@ -1,4 +1,4 @@
-"""Everything at once: producers, sinks, trainer and brokers die in any order, one while another is still coming back."""
+"""Everything at once: producers, sinks, trainer and brokers die in any order, one while another is coming back."""
 
 from __future__ import annotations
 
