@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import functools
 import os
 import pathlib
 import re
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _Store: TypeAlias = S3Store | GCSStore | AzureStore
 
-_LIMITS: Final = (("timeout", 20.0), ("connect_timeout", 3.0), ("retry_timeout", 30.0))
+_LIMITS: Final = (("timeout", 30.0), ("connect_timeout", 3.0), ("retry_timeout", 30.0))
 MAX_RETRIES: Final = 60
 _BACKOFF: Final[BackoffConfig] = {
     "init_backoff": dt.timedelta(milliseconds=50),
@@ -42,6 +43,7 @@ _BACKOFF: Final[BackoffConfig] = {
 
 # Larger reads and writes go in parts of this size, several at once: no single request takes long.
 PART_BYTES: Final = 8 << 20
+PARTS_AT_ONCE: Final = 4
 
 _CODE: Final = re.compile(r"<Code>([^<]*)</Code>(?:\s*<Message>([^<]*)</Message>)?")
 _STATUS: Final = re.compile(r"status code: (\d{3})")
@@ -132,7 +134,7 @@ class Bucket:
         while True:
             try:
                 with self._errors(key, writing=True):
-                    obstore.put(self._store, key, _view(data), chunk_size=PART_BYTES)
+                    obstore.put(self._store, key, _view(data), chunk_size=PART_BYTES, max_concurrency=PARTS_AT_ONCE)
             except StoreUnreachableError:
                 # The client makes refused requests again by itself, but not writes that ran out of time.
                 if time.monotonic() >= deadline:
@@ -166,7 +168,8 @@ class Bucket:
         size = self.size_bytes(key) if size_bytes is None else size_bytes
         if size is None:
             raise FileNotFoundError(f"there is no {self.url}/{key}")
-        return shared_cache().read(f"{self.url}/{key}", size, lambda: self.get(key))
+        fetch = self.get if size <= PART_BYTES else functools.partial(self._get_parts, size=size)
+        return shared_cache().read(f"{self.url}/{key}", size, lambda: fetch(key))
 
     def options(self) -> dict[str, str]:
         """Storage options under the names that delta-rs uses, with the key of this moment. Never printed."""
