@@ -261,3 +261,28 @@ def test_what_a_broker_says_before_it_hangs_up_is_heard() -> None:
     received = client_module._last_words_first(lambda: next(answers))
     assert received() == (b"authentication failed", None)
     assert received() == (b"", end)
+
+
+class NotText(str):
+    """A header name that no UTF-8 spells, as a client in another language may send it."""
+
+    __slots__ = ()
+
+    def encode(self, *_: Any) -> bytes:
+        """The bytes that go to the broker."""
+        return b"\xff\xfename"
+
+
+def test_a_header_name_that_is_no_text_stops_nobody(client: KafkaClient, consumer: BrokerConsumer) -> None:
+    with contextlib.closing(client.producer()) as producer:
+        for name in ("name", NotText("name"), "name"):
+            producer.send(ONE, b"key", b"value", [(name, b"header")])
+        producer.flush(20)
+    consumer.assign([ONE])
+    consumer.seek(ONE, 0)
+    found = read(consumer, 3)
+    assert [(message.value, message.headers) for message in found] == [
+        (b"value", [("name", b"header")]),
+        (b"value", [("\\xff\\xfename", b"header")]),
+        (b"value", [("name", b"header")]),
+    ]

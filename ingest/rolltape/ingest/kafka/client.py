@@ -40,7 +40,8 @@ try:
     from kafka.net.compat import KafkaNetClient
     from kafka.net.manager import KafkaConnectionManager
     from kafka.net.selector import NetworkSelector
-    from kafka.record.default_records import DefaultRecordBatchBuilder
+    from kafka.record import memory_records
+    from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
     from kafka.structs import OffsetAndMetadata, TopicPartition
 except ImportError as error:
     # Without crc32c the client falls back to Python and moves a twentieth of the bytes: an error, not a surprise.
@@ -68,6 +69,36 @@ _AUTHORIZATION: Final = (
 )
 # The vendor logs every lost connection as an error and goes on. Who configures logging sees it; stderr does not.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
+
+
+class _AnyNames(bytearray):
+    """A record batch's bytes whose header names are readable whatever they are."""
+
+    def __getitem__(self, where: Any) -> Any:
+        found = super().__getitem__(where)
+        return _AnyNames(found) if isinstance(where, slice) else found
+
+    def decode(self, encoding: str = "utf-8", errors: str = "backslashreplace") -> str:
+        return super().decode(encoding, errors)
+
+
+class _AnyNamesBatch(DefaultRecordBatch):  # type: ignore[misc]  # the vendor ships no types
+    """Reads a header name that is no UTF-8 with escapes.
+
+    The vendor raises at every poll: one such record, anybody's, would stop its partition for all readers and for ever.
+    """
+
+    _buffer: Any
+
+    def _read_msg(self, *arguments: Any) -> Any:
+        try:
+            return super()._read_msg(*arguments)
+        except UnicodeDecodeError:
+            self._buffer = _AnyNames(self._buffer)
+            return super()._read_msg(*arguments)
+
+
+memory_records.DefaultRecordBatch = _AnyNamesBatch
 
 Headers = list[tuple[str, bytes]]
 """Headers of a message as the brokers keep them."""
