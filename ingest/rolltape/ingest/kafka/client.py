@@ -696,9 +696,22 @@ class BrokerAdmin:
     def describe(self, topics: Collection[str]) -> dict[str, TopicInfo | None]:
         """Each topic by our name; None for one that does not exist.
 
+        A broker that just went away is waited for: the others, or it, will answer.
+
         Raises:
             LogAuthorizationError: not allowed to look.
+            LogUnreachableError: no broker answered in time.
         """
+        deadline = time.monotonic() + self._config.bootstrap_timeout_s
+        while True:
+            try:
+                return self._describe(topics)
+            except LogUnreachableError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_TOPIC_POLL_S)
+
+    def _describe(self, topics: Collection[str]) -> dict[str, TopicInfo | None]:
         names = {self._config.broker_topic(topic): topic for topic in topics}
         with self._connection.errors("describing topics"):
             described = {found["name"]: found for found in self._admin.describe_topics(list(names))}
