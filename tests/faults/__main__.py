@@ -18,13 +18,11 @@ from pathlib import Path
 
 from tests.faults.servers import Servers
 from tests.faults.stage import StageError
-from tests.faults.table import ROWS, Result, Row, play_row
+from tests.faults.table import ROWS, Result, Row, lines, play_row
 from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.fixtures import QUICK
 from tests.servers.s3_server import S3Server
 from tests.servers.toxiproxy import Toxiproxy
-
-_COLUMNS = ("row", "seed", "events", "acknowledged", "strikes", "unacknowledged", "lost", "doubled", "seconds")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
             for seed in seeds
             for row in chosen
         ]
-    _print(results)
+    for line in lines(results):
+        print(line)
     return 0 if all(result.ok for result in results) else 1
 
 
@@ -73,14 +72,6 @@ def _played(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool) 
         result = Result(row=row.name, seed=seed, problems=[str(error)])
     print(json.dumps(result.to_json()), flush=True)
     return result
-
-
-def _print(results: Iterable[Result]) -> None:
-    rows = [[str(getattr(result, name)) for name in _COLUMNS] + ["" if result.ok else "FAILED"] for result in results]
-    head = [*_COLUMNS, ""]
-    widths = [max(len(line[at]) for line in [head, *rows]) for at in range(len(head))]
-    for line in [head, *rows]:
-        print("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip())
 
 
 if __name__ == "__main__":

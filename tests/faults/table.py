@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -154,6 +154,20 @@ class Result:
     def to_json(self) -> dict[str, Any]:
         """As one line of the printed table."""
         return asdict(self)
+
+
+_COLUMNS: Final = ("row", "seed", "events", "acknowledged", "strikes", "unacknowledged", "lost", "doubled", "seconds")
+
+
+def lines(results: Iterable[Result]) -> list[str]:
+    """A table of results, a line a row."""
+    rows = [[str(getattr(result, name)) for name in _COLUMNS] + ["" if result.ok else "FAILED"] for result in results]
+    head = [*_COLUMNS, ""]
+    widths = [max(len(line[at]) for line in [head, *rows]) for at in range(len(head))]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
+        for line in [head, *rows]
+    ]
 
 
 def play_row(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool = False) -> Result:

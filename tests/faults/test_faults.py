@@ -1,6 +1,7 @@
 """The table of faults over three real brokers: nothing acknowledged is lost, nothing doubled, nothing changed.
 
-One seed a row, printed with the result; ``ROLLTAPE_SEED`` gives another. ``make soak`` plays many.
+One seed a row, printed with the results at the end of the run; ``ROLLTAPE_SEED`` gives another. ``make soak`` plays
+many.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from tests.faults.servers import Servers
-from tests.faults.table import ROWS, Row, play_row
+from tests.faults.stage import StageError
+from tests.faults.table import ROWS, Result, Row, play_row
 from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.s3_server import S3Server
 from tests.servers.toxiproxy import Toxiproxy
@@ -26,32 +28,45 @@ def rows(*needs: str) -> list[pytest.ParameterSet]:
     return [pytest.param(row, id=row.name) for row in TABLE if row.needs == frozenset(needs)]
 
 
-def run(row: Row, servers: Servers, folder: Path) -> None:
-    result = play_row(row, servers, folder, SEED)
-    print(result.to_json())
+def run(row: Row, servers: Servers, folder: Path, results: list[Result]) -> None:
+    try:
+        result = play_row(row, servers, folder, SEED)
+    except StageError as error:
+        error.add_note(f"row {row.name}, seed {SEED}")
+        raise
+    results.append(result)
     assert result.ok, f"seed {SEED}: " + "\n".join(result.problems)
 
 
 @pytest.mark.parametrize("row", rows())
-def test_fault(row: Row, kafka_cluster3: KafkaCluster, tmp_path: Path) -> None:
-    run(row, Servers(cluster=kafka_cluster3), tmp_path)
+def test_fault(row: Row, kafka_cluster3: KafkaCluster, tmp_path: Path, fault_results: list[Result]) -> None:
+    run(row, Servers(cluster=kafka_cluster3), tmp_path, fault_results)
 
 
 @pytest.mark.parametrize("row", rows("toxiproxy"))
-def test_network_fault(row: Row, kafka_cluster3: KafkaCluster, toxiproxy: Toxiproxy, tmp_path: Path) -> None:
-    run(row, Servers(cluster=kafka_cluster3, toxiproxy=toxiproxy), tmp_path)
+def test_network_fault(
+    row: Row, kafka_cluster3: KafkaCluster, toxiproxy: Toxiproxy, tmp_path: Path, fault_results: list[Result]
+) -> None:
+    run(row, Servers(cluster=kafka_cluster3, toxiproxy=toxiproxy), tmp_path, fault_results)
 
 
 @pytest.mark.parametrize("row", rows("s3"))
-def test_object_store_fault(row: Row, kafka_cluster3: KafkaCluster, s3_server: S3Server, tmp_path: Path) -> None:
-    run(row, Servers(cluster=kafka_cluster3, s3=s3_server), tmp_path)
+def test_object_store_fault(
+    row: Row, kafka_cluster3: KafkaCluster, s3_server: S3Server, tmp_path: Path, fault_results: list[Result]
+) -> None:
+    run(row, Servers(cluster=kafka_cluster3, s3=s3_server), tmp_path, fault_results)
 
 
 @pytest.mark.parametrize("row", rows("s3", "toxiproxy"))
 def test_slow_object_store(
-    row: Row, kafka_cluster3: KafkaCluster, s3_server: S3Server, toxiproxy: Toxiproxy, tmp_path: Path
+    row: Row,
+    kafka_cluster3: KafkaCluster,
+    s3_server: S3Server,
+    toxiproxy: Toxiproxy,
+    tmp_path: Path,
+    fault_results: list[Result],
 ) -> None:
-    run(row, Servers(cluster=kafka_cluster3, s3=s3_server, toxiproxy=toxiproxy), tmp_path)
+    run(row, Servers(cluster=kafka_cluster3, s3=s3_server, toxiproxy=toxiproxy), tmp_path, fault_results)
 
 
 def test_every_row_is_played() -> None:
