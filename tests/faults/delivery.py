@@ -10,7 +10,9 @@ from tests.faults.servers import Servers
 from tests.faults.stage import Stage
 from tests.faults.workload import EVENTS_PER_BLOCK, LongAction
 
-LONG: Final = 200_000
+LONG: Final = 300_000
+"""2.4 MB of ids and log-probs, beyond what a record is split at."""
+
 HUGE: Final = 5_000_000
 """Five million ids of four bytes, and as many log-probs."""
 
@@ -46,7 +48,7 @@ def corrupt(stage: Stage, servers: Servers) -> None:
 
 
 def long_action(stage: Stage, servers: Servers) -> None:
-    """An action of 200,000 tokens in the middle of each producer's work: beyond the record size, below the limit."""
+    """An action of 300,000 tokens in the middle of each producer's work: beyond the record size, below the limit."""
     _play(stage, [LongAction(_BLOCK, _CALL, LONG)])
 
 

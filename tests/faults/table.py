@@ -117,7 +117,7 @@ ROWS: Final = (
     Row(name="rebalance_storm", fault="sinks join and leave every 2 s", play=rebalance_storm),
     Row(name="disordered", fault="duplicate and reordered delivery", play=disordered),
     Row(name="corrupt_record", fault="corrupt records in the middle", play=corrupt),
-    Row(name="long_action", fault="actions of 200,000 tokens", play=long_action),
+    Row(name="long_action", fault="actions of 300,000 tokens, 2.4 MB", play=long_action),
     Row(name="huge_action", fault="an action of 40 MB", play=huge_action),
     Row(name="clock_off", fault="clocks 10 minutes off", play=clock_off),
     Row(name="same_id_again", fault="producer restarted with the same id", play=same_id_again),
