@@ -1,7 +1,7 @@
 """The benchmarks: ``python -m benchmarks [name …]``, one after the other; a JSON line a figure.
 
-All run by default but the one that needs an S3 server and the one that takes an hour. What stands behind a single name goes to that benchmark:
-``python -m benchmarks kafka producer --rounds 9``.
+All run by default but the one that needs an S3 server and the one that takes an hour. What stands behind a single name
+goes to that benchmark: ``python -m benchmarks kafka producer --rounds 9``.
 """
 
 from __future__ import annotations
