@@ -21,11 +21,16 @@ _CALL: Final = 4
 
 
 def disordered(stage: Stage, servers: Servers) -> None:
-    """Every flush is shuffled, with repeats of its own records and of older ones; a reader sees what the lake gets."""
+    """Every flush is shuffled, with repeats of its own records and of older ones; a reader sees what the lake gets.
+
+    A sink dies meanwhile: what waited in its memory for a missing record is read again by another.
+    """
     stage.delivery = "disordered"
     stage.start(num_sinks=2)
     stage.start_reader()
-    stage.strike(lambda: None, share=0.3)
+    stage.until_sinking(0.3)
+    stage.strike(stage.sinks["sink-0"].kill, share=0.3)
+    stage.start_sink("sink-0")
     stage.settle()
     stage.until_read()
     reading = stage.reading()
