@@ -46,7 +46,7 @@ POLL_S: Final = 0.05
 
 def small_config(*, asynchronous: bool = False, num_steps: int = NUM_STEPS, **trainer: Any) -> RunConfig:
     """Two workers, 4 x 4 rollouts a step, a checkpoint each three steps."""
-    base = sort_digits(run_id="small", seed=7, max_steps=num_steps)
+    base = sort_digits(run_id="training-run", seed=7, max_steps=num_steps)
     options: dict[str, Any] = {
         "stop_metric": "",
         "checkpoint_every": 3,
