@@ -117,7 +117,7 @@ class KafkaCluster:
             for number, node in self.nodes.items()
         }
 
-    def start_all(self, timeout_s: float = 120) -> None:
+    def start_all(self, timeout_s: float = 300) -> None:
         """Start every node that does not run; returns once the cluster lists all of them."""
         if not all(node.settings_file.exists() for node in self.nodes.values()):
             self._format()
@@ -130,7 +130,7 @@ class KafkaCluster:
         """Start a node again, on its data; returns once the cluster lists it."""
         self.nodes[node].process.start()
         if wait:
-            self._wait_for_node(node, 120)
+            self._wait_for_node(node, 300)
 
     def kill(self, node: int) -> None:
         """SIGKILL."""
@@ -283,7 +283,7 @@ class KafkaCluster:
             running.append(
                 (number, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
             )
-        said = {number: (process.communicate(timeout=120)[0], process.returncode) for number, process in running}
+        said = {number: (process.communicate(timeout=300)[0], process.returncode) for number, process in running}
         for number, (text, status) in said.items():
             if status:
                 raise ServerError(f"Kafka could not prepare the data folder of node {number}:\n{text}")
