@@ -14,8 +14,9 @@ import pytest
 
 from rolltape.ingest import upkeep as upkeep_module
 from rolltape.ingest.archive import Archive, Outcome
-from rolltape.ingest.committer import Committer, CommitterOptions, LakeTarget
+from rolltape.ingest.committer import Committer, CommitterOptions
 from rolltape.ingest.embedded import EmbeddedLog
+from rolltape.ingest.lake_target import LakeTarget
 from rolltape.ingest.lanes import Lane
 from rolltape.ingest.memory import MemoryTarget
 from rolltape.ingest.recorder import Recorder

@@ -81,7 +81,7 @@ def test_disk_that_fills_at_the_log_keeps_the_table(lake: Lake, feed: Any, monke
     tables, transactions = feed.commit()
     try_commit = TransactionLog.try_commit
 
-    def without_room(self: TransactionLog, *arguments: Any) -> bool:
+    def without_room(self: TransactionLog, *arguments: Any) -> Any:
         with file_size_limit(100):
             return try_commit(self, *arguments)
 

@@ -268,7 +268,7 @@ class NotText(str):
 
     __slots__ = ()
 
-    def encode(self, *_: Any) -> bytes:
+    def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
         """The bytes that go to the broker."""
         return b"\xff\xfename"
 

@@ -92,13 +92,13 @@ class _AnyNamesBatch(DefaultRecordBatch):  # type: ignore[misc]  # the vendor sh
 
     def _read_msg(self, *arguments: Any) -> Any:
         try:
-            return super()._read_msg(*arguments)
+            return super()._read_msg(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
         except UnicodeDecodeError:
             self._buffer = _AnyNames(self._buffer)
-            return super()._read_msg(*arguments)
+            return super()._read_msg(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-memory_records.DefaultRecordBatch = _AnyNamesBatch
+memory_records.DefaultRecordBatch = _AnyNamesBatch  # pyright: ignore[reportAttributeAccessIssue]
 
 Headers = list[tuple[str, bytes]]
 """Headers of a message as the brokers keep them."""
