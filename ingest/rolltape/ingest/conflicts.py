@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from rolltape.ingest.lanes import Lane
 
 WINDOW_EVENTS: Final = 65_536
+WINDOW_RECORDS: Final = 8_192
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -80,9 +81,9 @@ class ConflictWindow:
     """Recent records by lane position, and recent events by id."""
 
     def __init__(self, lookup: ContentLookup, *, capacity: int = WINDOW_EVENTS) -> None:
-        """Remember about ``capacity`` events and as many records."""
+        """Remember about ``capacity`` events, and the last :data:`WINDOW_RECORDS` records at most."""
         self._lookup = lookup
-        self._records: _Generations[tuple[Lane, int], tuple[int, ...]] = _Generations(capacity)
+        self._records: _Generations[tuple[Lane, int], tuple[int, ...]] = _Generations(min(capacity, WINDOW_RECORDS))
         self._events: _Generations[str, str] = _Generations(capacity)
         self._staged_records: dict[tuple[Lane, int], tuple[int, ...]] = {}
         self._staged: dict[str, tuple[pa.RecordBatch, int]] = {}
