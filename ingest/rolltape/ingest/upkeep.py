@@ -26,6 +26,8 @@ class Upkeep:
     def __init__(self, lake: Lake, also: Callable[[Maintenance], None] | None = None) -> None:
         """Look after ``lake``, through a handle of its own."""
         self._lake = Lake.open(lake.location)
+        # What the other handle just wrote need not be decoded again.
+        self._lake.recent = lake.recent
         self._also = also
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rolltape-upkeep")
         self._round: Future[Maintenance | None] | None = None

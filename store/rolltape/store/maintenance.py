@@ -184,6 +184,8 @@ def _replace(lake: Lake, snapshot: Snapshot, runs: Sequence[Sequence[DataFile]])
         )
 
     commit = lake.commit(write, allowed)
+    for file in removed:
+        parquet.forget_footer(lake.table.child(file.path))
     return Compaction(version=commit.version, removed=tuple(removed), added=commit.files)
 
 

@@ -194,11 +194,16 @@ def encode_file(kind: str, table: pa.Table) -> pa.Buffer:
     return sink.getvalue()
 
 
+MAX_FOOTER_BYTES: Final = 4 << 20
+"""Bytes of footers, as files hold them, that are kept; parsed they take some twenty times as much memory."""
+
+
 class _Footers:
     """Footers of data files that were read, newest use kept; files never change, so neither do footers."""
 
-    def __init__(self, capacity: int = 1_024) -> None:
-        self._capacity = capacity
+    def __init__(self, max_bytes: int = MAX_FOOTER_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
         self._kept: OrderedDict[str, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -213,13 +218,25 @@ class _Footers:
         """Forget all."""
         with self._lock:
             self._kept.clear()
+            self._num_bytes = 0
 
     def put(self, url: str, footer: pq.FileMetaData) -> None:
-        """Keep a footer, and forget the one that was not used for longest."""
+        """Keep a footer, and forget those that were not used for longest."""
         with self._lock:
+            self._drop(url)
             self._kept[url] = footer
-            if len(self._kept) > self._capacity:
-                self._kept.popitem(last=False)
+            self._num_bytes += footer.serialized_size
+            while self._num_bytes > self._max_bytes:
+                self._drop(next(iter(self._kept)))
+
+    def drop(self, url: str) -> None:
+        """Forget the footer of a file that the table holds no longer."""
+        with self._lock:
+            self._drop(url)
+
+    def _drop(self, url: str) -> None:
+        known = self._kept.pop(url, None)
+        self._num_bytes -= 0 if known is None else known.serialized_size
 
 
 _FOOTERS: Final = _Footers()
@@ -228,6 +245,11 @@ _FOOTERS: Final = _Footers()
 def forget_footers() -> None:
     """Forget what was read of data files, as a new process would not know it."""
     _FOOTERS.clear()
+
+
+def forget_footer(location: Location) -> None:
+    """Forget what was read of a data file that the table holds no longer."""
+    _FOOTERS.drop(location.url)
 
 
 def open_file(location: Location, size_bytes: int | None = None) -> pq.ParquetFile:
