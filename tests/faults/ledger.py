@@ -121,6 +121,11 @@ def open_gate(folder: Path, num_blocks: int) -> None:
     _write(folder / "gate", str(num_blocks))
 
 
+def gate_of(folder: Path) -> int:
+    """The first block that may not be begun."""
+    return int((folder / "gate").read_text())
+
+
 def wait_for_gate(folder: Path, producer_id: str, block: int) -> None:
     """Return once ``block`` may be begun; meanwhile say that this writer waits for it."""
     gate = folder / "gate"

@@ -20,7 +20,15 @@ from typing import Any, Final, Self
 from urllib.parse import quote
 
 from tests.faults.judge import KINDS_WRITTEN, Verdict, judge, judge_journal
-from tests.faults.ledger import acknowledged_ids, no_longer_waits, open_gate, refused_events, standing, waits_for
+from tests.faults.ledger import (
+    acknowledged_ids,
+    gate_of,
+    no_longer_waits,
+    open_gate,
+    refused_events,
+    standing,
+    waits_for,
+)
 from tests.faults.reader import ReaderJob, entries
 from tests.faults.workload import EVENTS_PER_BLOCK, Workload
 from tests.faults.writer import Delivery, WriterJob
@@ -300,8 +308,17 @@ class Stage:
             self.hold_at(share)
             self.flow(share + FLOW_SHARE)
             time.sleep(self.chance.uniform(0.0, 0.3))
-        self.strikes.append(self.until(partial(self._num_unacknowledged, ids), "events on their way"))
+        caught = self._num_unacknowledged if share is None else self._num_caught
+        self.strikes.append(self.until(partial(caught, ids), "events on their way"))
         act()
+
+    def _num_caught(self, producer_ids: list[str]) -> int:
+        """The same; where a quick log acknowledged everything before it was looked at, the writers go on by a block."""
+        found = self._num_unacknowledged(producer_ids)
+        gate = gate_of(self.ledgers)
+        if not found and all(waits_for(self.ledgers, producer_id) >= gate for producer_id in producer_ids):
+            open_gate(self.ledgers, gate + 1)
+        return found
 
     def _num_unacknowledged(self, producer_ids: list[str]) -> int:
         """At least so many are with the log and not acknowledged: what was handed over is read first."""
