@@ -368,6 +368,18 @@ def test_upkeep_compacts_while_commits_go_on(lake: Lake, log: EmbeddedLog) -> No
     assert len(lake.snapshot().files) < 100
 
 
+def test_upkeep_compacts_from_memory_what_the_committer_just_wrote(lake: Lake, feed: Any) -> None:
+    upkeep = Upkeep(lake)
+    for _ in range(upkeep_module._BUSY_COMMITS):
+        lake.append(*feed.commit())
+        upkeep.after_round(committed=True)
+    written = {file.path for file in lake.snapshot().files}
+    upkeep.close()
+    compacted = written - {file.path for file in lake.snapshot().files}
+    assert compacted
+    assert not [path for path in compacted if path in lake.recent]
+
+
 def test_upkeep_that_fails_is_put_off(
     lake: Lake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

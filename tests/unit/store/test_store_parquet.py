@@ -151,3 +151,16 @@ def test_open_file_parses_a_footer_once(tmp_path: pathlib.Path) -> None:
     first, second = parquet.open_file(place), parquet.open_file(place)
     assert first.metadata is second.metadata or first.metadata.equals(second.metadata)
     assert second.read().num_rows == 1
+
+
+def test_footers_are_kept_within_a_bound_of_bytes_and_forgotten_with_their_files(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "file.parquet"
+    path.write_bytes(parquet.encode_file("action_sampled", action_table(pa.array([[1]]), pa.array([[-1.0]]))))
+    footer = pq.ParquetFile(path).metadata
+    kept = parquet._Footers(max_bytes=3 * footer.serialized_size)
+    for number in range(10):
+        kept.put(f"file-{number}", footer)
+    assert [number for number in range(10) if kept.get(f"file-{number}") is not None] == [7, 8, 9]
+    kept.drop("file-8")
+    kept.put("file-10", footer)
+    assert [number for number in range(11) if kept.get(f"file-{number}") is not None] == [7, 9, 10]
