@@ -102,7 +102,9 @@ def test_a_group_tells_in_the_callers_thread_and_starts_where_it_says(
 
     member.subscribe(["rollout"], lambda _: None, on_assigned)
     assert [message.value for message in read(member, 2)] == [b"b", b"c"]
-    assert assigned == [{ONE, TWO}]
+    # A group may decide anew while its first member settles in.
+    assert assigned
+    assert all(found == {ONE, TWO} for found in assigned)
     member.commit({ONE: 3})
     member.close()
 
@@ -226,7 +228,7 @@ def test_a_password_is_not_logged_by_the_vendor_either(caplog: pytest.LogCapture
         sasl_password=Secret("hush-hush"),
         **QUICK,
     )
-    with caplog.at_level(logging.DEBUG), pytest.raises(LogUnreachableError) as found:
+    with caplog.at_level(logging.DEBUG, logger="kafka"), pytest.raises(LogUnreachableError) as found:
         connect(config)
     assert "alice" in caplog.text
     assert "hush-hush" not in caplog.text + str(found.value) + repr(found.value.__cause__)
