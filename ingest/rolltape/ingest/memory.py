@@ -64,19 +64,7 @@ class MemoryTarget:
 
 
 def _deliveries(kind: str, table: pa.Table, version: int) -> list[Delivery]:
-    return [_delivery(kind, rows, partition, version) for partition, rows in split_by_partition(table)]
-
-
-def _delivery(kind: str, rows: pa.Table, partition: Partition, version: int) -> Delivery:
-    offsets = rows["log_offset"]
-    return Delivery(
-        kind=kind,
-        table=rows,
-        partition=partition,
-        first_offset=offsets[0].as_py(),
-        last_offset=offsets[-1].as_py(),
-        lake_version=version,
-    )
+    return [Delivery.of(kind, partition, rows, version) for partition, rows in split_by_partition(table)]
 
 
 class MemoryLog:
@@ -287,7 +275,7 @@ class MemoryReader:
         if part.first_offset >= start[part.partition]:
             return [part]
         rows = part.table.filter(pc.greater_equal(part.table["log_offset"], start[part.partition]))
-        return [_delivery(part.kind, rows, part.partition, part.lake_version)] if rows.num_rows else []
+        return [Delivery.of(part.kind, part.partition, rows, part.lake_version)] if rows.num_rows else []
 
     def close(self) -> None:
         """Nothing is held."""

@@ -62,6 +62,19 @@ class Delivery:
     last_offset: int
     lake_version: int
 
+    @classmethod
+    def of(cls, kind: str, partition: Partition, rows: pa.Table, lake_version: int) -> Delivery:
+        """Rows of one kind and partition, at least one, in offset order."""
+        offsets = rows["log_offset"]
+        return cls(
+            kind=kind,
+            table=rows,
+            partition=partition,
+            first_offset=offsets[0].as_py(),
+            last_offset=offsets[-1].as_py(),
+            lake_version=lake_version,
+        )
+
 
 class Tail:
     """A reader of everything from a cursor on, for one thread.
@@ -204,15 +217,7 @@ class Tail:
             return
         for place, rows in split_by_partition(table):
             if self._wants_topic(place):
-                offsets = rows["log_offset"].to_numpy()
-                yield Delivery(
-                    kind=kind,
-                    table=rows,
-                    partition=place,
-                    first_offset=int(offsets[0]),
-                    last_offset=int(offsets[-1]),
-                    lake_version=version,
-                )
+                yield Delivery.of(kind, place, rows, version)
 
 
 def split_by_partition(table: pa.Table) -> list[tuple[Partition, pa.Table]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Final, NamedTuple
 
-import pyarrow as pa
-
 from rolltape.ingest.lanes import lane_marks
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.kinds import KINDS
@@ -83,20 +81,7 @@ def _read(
         return
     for place, rows in split_by_partition(table):
         if place.topic in topics:
-            yield delivery_of(kind, place, rows, snapshot.version)
-
-
-def delivery_of(kind: str, place: Partition, rows: pa.Table, version: int) -> Delivery:
-    """Rows of one kind and partition, in offset order, as a delivery."""
-    offsets = rows["log_offset"].to_numpy()
-    return Delivery(
-        kind=kind,
-        table=rows,
-        partition=place,
-        first_offset=int(offsets[0]),
-        last_offset=int(offsets[-1]),
-        lake_version=version,
-    )
+            yield Delivery.of(kind, place, rows, snapshot.version)
 
 
 def _order(delivery: Delivery) -> tuple[Partition, int, int]:

@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from rolltape.ingest.archive import Archive
 from rolltape.ingest.conflicts import rows_by_id
-from rolltape.ingest.kafka.catchup import Portion, catch_up, delivery_of
+from rolltape.ingest.kafka.catchup import Portion, catch_up
 from rolltape.ingest.kafka.client import BrokerConsumer, Message
 from rolltape.ingest.kafka.feed import feed
 from rolltape.ingest.kafka.positions import LogIdentity, check_topics, log_bases
@@ -243,7 +243,7 @@ class KafkaReader:
                 since = self._first[place]
                 part = rows if rows["log_offset"][0].as_py() >= since else _since(rows, since)
                 if part.num_rows:
-                    found.append(delivery_of(kind, place, part, NOT_FROM_LAKE))
+                    found.append(Delivery.of(kind, place, part, NOT_FROM_LAKE))
         return sorted(found, key=lambda item: (item.partition, item.first_offset, item.last_offset))
 
 
