@@ -31,7 +31,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often each row is played")
     parser.add_argument("--seed", type=int, default=1, help="seed of the first round; the next ones count on")
     parser.add_argument("--rows", nargs="*", default=[row.name for row in ROWS], help="names of rows; all of them")
-    parser.add_argument("--quick", action="store_true", help="pauses as short as in the test suite")
     parser.add_argument("--keep", type=Path, help="folder that keeps lakes, ledgers and logs")
     options = parser.parse_args(arguments)
     unknown = set(options.rows) - {row.name for row in ROWS}
@@ -42,11 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
         folder = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         servers = _start(stack, folder, chosen)
         seeds = range(options.seed, options.seed + options.rounds)
-        results = [
-            _played(row, servers, folder / f"{row.name}-{seed}", seed, soak=not options.quick)
-            for seed in seeds
-            for row in chosen
-        ]
+        results = [_played(row, servers, folder / f"{row.name}-{seed}", seed) for seed in seeds for row in chosen]
     for line in lines(results):
         print(line)
     return 0 if all(result.ok for result in results) else 1
@@ -64,10 +59,10 @@ def _start(stack: ExitStack, folder: Path, rows: Iterable[Row]) -> Servers:
     )
 
 
-def _played(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool) -> Result:
+def _played(row: Row, servers: Servers, folder: Path, seed: int) -> Result:
     folder.mkdir(parents=True)
     try:
-        result = play_row(row, servers, folder, seed, soak=soak)
+        result = play_row(row, servers, folder, seed)
     except StageError as error:
         result = Result(row=row.name, seed=seed, problems=[str(error)])
     print(json.dumps(result.to_json()), flush=True)

@@ -137,7 +137,6 @@ class Stage:
         self.reader: Child | None = None
         self.strikes: list[int] = []
         self.problems: list[str] = []
-        self.is_soak = False
         self.options: dict[str, str] = {}
         self.delivery: Delivery = "in_order"
         self.wrapper: tuple[str, ...] = ()

@@ -79,7 +79,7 @@ ROWS: Final = (
     Row(name="kill_trainer", fault="kill -9 of the trainer", play=kill_trainer),
     Row(name="kill_leader", fault="kill -9 of the leader broker", play=kill_leader),
     Row(name="kill_two_brokers", fault="two of three brokers killed, then back", play=kill_two),
-    Row(name="broker_paused", fault="leader paused (soak: 60 s)", play=pause_leader),
+    Row(name="broker_paused", fault="leader paused for 60 s", play=pause_leader),
     Row(name="disk_full", fault="disk full at the sink", play=fill_disk, place=small_disk),
     Row(
         name="network_cut",
@@ -170,7 +170,7 @@ def lines(results: Iterable[Result]) -> list[str]:
     ]
 
 
-def play_row(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool = False) -> Result:
+def play_row(row: Row, servers: Servers, folder: Path, seed: int) -> Result:
     """Play a row and judge it.
 
     Raises:
@@ -181,7 +181,6 @@ def play_row(row: Row, servers: Servers, folder: Path, seed: int, *, soak: bool 
     with row.place(folder, servers) as place:
         prefix = f"{row.name}-{uuid.uuid4().hex[:8]}"
         with Stage(folder, seed=seed, bootstrap=servers.cluster.bootstrap, prefix=prefix, place=place) as stage:
-            stage.is_soak = soak
             row.play(stage, servers)
             verdict = stage.verdict()
     result.seconds = round(time.monotonic() - started, 1)
