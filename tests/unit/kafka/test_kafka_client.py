@@ -13,9 +13,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kafka.structs import TopicPartition
 
-from rolltape.ingest.kafka import client as client_module
 from rolltape.ingest.kafka.client import BrokerAdmin, BrokerConsumer, KafkaClient, Message, connect, record_bytes
+from rolltape.ingest.kafka.client.vendor import last_words_first
 from rolltape.ingest.kafka.config import KafkaConfig, Secret
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import ConfigError, LogUnreachableError, OffsetGoneError, TopicError
@@ -138,8 +139,7 @@ class PlayedConsumer:
         self.paused -= set(places)
 
     def poll(self, timeout_ms: int, max_records: int | None) -> dict[Any, list[Any]]:
-        vendor: Any = client_module
-        place = vendor.TopicPartition(*self.place)
+        place = TopicPartition(*self.place)
         if place in self.paused:
             return {}
         first = self.positions.get(place, 40)
@@ -260,7 +260,7 @@ def test_opening_a_log_without_topics_says_how_to_make_them(client: KafkaClient,
 def test_what_a_broker_says_before_it_hangs_up_is_heard() -> None:
     end = OSError("gone")
     answers = iter([(b"authentication failed", end), (b"", end)])
-    received = client_module._last_words_first(lambda: next(answers))
+    received = last_words_first(lambda: next(answers))
     assert received() == (b"authentication failed", None)
     assert received() == (b"", end)
 

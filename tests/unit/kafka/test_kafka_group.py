@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rolltape.ingest.kafka.client import BrokerConsumer, _Assignor
+from rolltape.ingest.kafka.client import BrokerConsumer
+from rolltape.ingest.kafka.client.vendor import Assignor
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Cluster:
         return self.known.get(topic)
 
 
-def shares(assignor: _Assignor, cluster: Cluster, *members: str) -> dict[str, list[tuple[str, list[int]]]]:
+def shares(assignor: Assignor, cluster: Cluster, *members: str) -> dict[str, list[tuple[str, list[int]]]]:
     joined = [
         SimpleNamespace(member_id=name, group_instance_id=None, metadata=SimpleNamespace(topics=["a", "b"]))
         for name in members
@@ -33,14 +34,14 @@ def shares(assignor: _Assignor, cluster: Cluster, *members: str) -> dict[str, li
 
 
 def test_topics_that_the_broker_has_not_heard_of_are_shared_out_as_they_were_known() -> None:
-    assignor = _Assignor()
+    assignor = Assignor()
     assignor.known = {"a": {0, 1, 2, 3}, "b": {0}}
     found = shares(assignor, Cluster({}), "x", "y")
     assert found == {"x": [("a", [0, 1]), ("b", [0])], "y": [("a", [2, 3]), ("b", [])]}
 
 
 def test_what_the_broker_says_counts_where_it_says_something() -> None:
-    assignor = _Assignor()
+    assignor = Assignor()
     assignor.known = {"a": {0}, "b": {0}}
     assert shares(assignor, Cluster({"a": {0, 1}}), "x") == {"x": [("a", [0, 1]), ("b", [0])]}
 
