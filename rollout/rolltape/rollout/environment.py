@@ -45,8 +45,8 @@ class Answer:
     ended: bool  # the policy stopped by itself; False: cut by length
 
 
-class Environment(ABC):
-    """Poses problems and judges answers.
+class ProblemSource(ABC):
+    """Poses problems: what single-turn environments and those of agents share.
 
     ``name`` and ``version`` go onto the tape with every rollout; a change of prompts or rewards is a new version.
     """
@@ -66,18 +66,6 @@ class Environment(ABC):
     def problems(self, split: Split) -> Sequence[Problem]:
         """The problems of one split, always in the same order; the splits share no problem."""
 
-    @abstractmethod
-    def judge(self, problem: Problem, answer: Answer) -> tuple[RewardComponent, ...]:
-        """The components of the answer's reward, always the same ones in the same order.
-
-        Raises:
-            Exception: whatever goes wrong in a verifier; the caller records that no reward could be earned, never 0.
-        """
-
-    @abstractmethod
-    def is_correct(self, problem: Problem, answer: Answer) -> bool:
-        """Whether the answer is right, for evaluation (exact match)."""
-
     def problem_columns(self) -> dict[str, Any]:
         """Columns of ``problem_registered``, one row for each problem of both splits."""
         problems = [*self.problems("train"), *self.problems("heldout")]
@@ -93,6 +81,22 @@ class Environment(ABC):
             "answer": [problem.answer for problem in problems],
             "human_reference": [problem.human_reference for problem in problems],
         }
+
+
+class Environment(ProblemSource):
+    """Judges one answer to each problem. Environments of several turns: :mod:`rolltape.rollout.agent_environment`."""
+
+    @abstractmethod
+    def judge(self, problem: Problem, answer: Answer) -> tuple[RewardComponent, ...]:
+        """The components of the answer's reward, always the same ones in the same order.
+
+        Raises:
+            Exception: whatever goes wrong in a verifier; the caller records that no reward could be earned, never 0.
+        """
+
+    @abstractmethod
+    def is_correct(self, problem: Problem, answer: Answer) -> bool:
+        """Whether the answer is right, for evaluation (exact match)."""
 
 
 def _messages_json(problem: Problem) -> str | None:
