@@ -56,9 +56,10 @@ def small_config(*, asynchronous: bool = False, num_steps: int = NUM_STEPS, **tr
     }
     if asynchronous:
         options |= {
+            "algorithm": "dis",
             "correction": "dis",
-            "dis_low": 0.8,
-            "dis_high": 3.0,
+            "epsilon_low": 0.8,
+            "epsilon_high": 3.0,
             "aggregation": "token_mean",
             "staleness_tau": LEAD + 2,
             "group_timeout_s": 30.0,

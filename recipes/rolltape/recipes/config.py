@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rolltape.schema.errors import ConfigError
-from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.config import TrainerConfig, of_older_release
 
 T = TypeVar("T")
 
@@ -106,7 +106,7 @@ class RunConfig:
     @classmethod
     def from_json(cls, text: str) -> RunConfig:
         """The inverse of :meth:`to_json`."""
-        return cls.from_dict(json.loads(text))
+        return cls.from_dict(_of_older_release(json.loads(text)))
 
     @classmethod
     def from_toml(cls, path: str | Path) -> RunConfig:
@@ -121,6 +121,13 @@ class RunConfig:
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"expected a TOML recipe at {path}: {error}") from error
         return cls.from_dict(data)
+
+
+def _of_older_release(data: dict[str, Any]) -> dict[str, Any]:
+    """A recorded configuration under today's names."""
+    if not isinstance(data.get("trainer"), dict):
+        return data
+    return {**data, "trainer": of_older_release(data["trainer"])}
 
 
 def redacted(value: Any, name: str = "") -> Any:
@@ -181,8 +188,11 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
             raise ConfigError(f"{name}: expected a table, got {value!r}")
         return _build(typing.cast("type[Any]", hint), value, f"{name}.")
     origin = typing.get_origin(hint) or hint
-    if origin is types.UnionType:
-        return value
+    if origin in {types.UnionType, typing.Union}:
+        others = [other for other in typing.get_args(hint) if other is not types.NoneType]
+        return value if value is None or len(others) > 1 else _coerce(others[0], value, name)
+    if origin is tuple and isinstance(value, list):
+        return tuple(value)
     if origin is typing.Literal:
         return value  # the dataclass itself refuses what is not among the choices, by name
     if origin is float and isinstance(value, int) and not isinstance(value, bool):

@@ -20,14 +20,13 @@ def config(*, run_id: str = "sort-digits-async", seed: int = 0, max_steps: int =
     return replace(
         base,
         rollout=replace(base.rollout, num_workers=2, max_lead_steps=MAX_LEAD_STEPS),
-        trainer=replace(
-            base.trainer,
+        trainer=base.trainer.with_algorithm(
+            "dis",
             lr=1e-3,
             decay_steps=380,
-            correction="dis",
-            dis_low=0.8,
-            dis_high=3.0,
-            aggregation="token_mean",
+            epsilon_low=0.8,
+            epsilon_high=3.0,
+            adv_norm="mean_std",
             staleness_tau=MAX_LEAD_STEPS + 2,
             group_timeout_s=60.0,
         ),

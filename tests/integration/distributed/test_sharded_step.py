@@ -125,10 +125,17 @@ def assert_same(found: Found, expected: Found, tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize("token_budget", [1, 10, 24, 1000])
-@pytest.mark.parametrize("correction", ["icepop", "dis"])
-def test_two_ranks_find_what_one_process_finds(two_ranks: Processes, token_budget: int, correction: Any) -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "dis"])
+def test_two_ranks_find_what_one_process_finds(two_ranks: Processes, token_budget: int, algorithm: Any) -> None:
     """With 6, 5, 3 and 1 micro-batches: ranks with as many, and a rank that lacks one, or has none."""
-    config = dataclasses.replace(CONFIG, token_budget=token_budget, correction=correction, dis_low=0.2, dis_high=0.28)
+    config = CONFIG.with_algorithm(
+        algorithm,
+        token_budget=token_budget,
+        epsilon_low=0.2,
+        epsilon_high=0.28,
+        aggregation="seq_mean",
+        adv_norm="mean_std",
+    )
     expected = alone(config)
     assert 0 < int(expected.outcome.trusted.sum()) < int(batch().action_mask.sum())
     found = two_ranks.run(on_a_rank, config, Options())

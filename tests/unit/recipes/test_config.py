@@ -35,14 +35,15 @@ def test_json_and_toml_round_trip(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "named"),
     [
-        ({"trainer": {"eps_low": 1.0}}, "trainer.eps_low"),
+        ({"trainer": {"epsilon_low": 1.0}}, "trainer.epsilon_low"),
         ({"trainer": {"staleness_tau": -1}}, "trainer.staleness_tau"),
         ({"trainer": {"icepop_beta": 0.5}}, "trainer.icepop_beta"),
         ({"trainer": {"correction": "magic"}}, "trainer.correction"),
         ({"trainer": {"aggregation": "const"}}, "trainer.const_length"),
         ({"trainer": {"lr": "fast"}}, "trainer.lr"),
-        ({"trainer": {"correction": "dis"}}, "trainer.dis_low"),
-        ({"trainer": {"correction": "dis", "dis_low": 1.0, "dis_high": 3.0}}, "trainer.dis_low"),
+        ({"trainer": {"correction": "dis"}}, "trainer.correction"),
+        ({"trainer": {"algorithm": "dis"}}, "trainer.epsilon_low"),
+        ({"trainer": {"algorithm": "dis", "epsilon_low": 1.0, "epsilon_high": 3.0}}, "trainer.epsilon_low"),
         ({"trainer": {"group_timeout_s": 0}}, "trainer.group_timeout_s"),
         ({"trainer": {"overdue_groups": "wait"}}, "trainer.overdue_groups"),
         ({"rollout": {"max_lead_steps": -1}}, "rollout.max_lead_steps"),
@@ -84,7 +85,7 @@ def test_a_run_of_an_older_release_is_resumed_not_refused(tmp_path: Path) -> Non
     """What later releases added to the configuration counts as its default."""
     config = sort_digits()
     old = json.loads(config.to_json())
-    del old["rollout"]["max_lead_steps"], old["trainer"]["group_timeout_s"], old["trainer"]["dis_low"]
+    del old["rollout"]["max_lead_steps"], old["trainer"]["group_timeout_s"], old["trainer"]["opd_form"]
     lake = Lake.create(Location.parse(str(tmp_path / "lake")))
     with EmbeddedLog(lake, committer="thread") as log:
         with Recorder(log, producer_id="starter", run_id=config.run_id) as recorder:

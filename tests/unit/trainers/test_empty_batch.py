@@ -38,7 +38,7 @@ def test_a_batch_without_members_is_a_skipped_step() -> None:
     assert not writer.recorder.record_batch("batch_formed", columns).refused
     packed = pack_members(found.folded, found.plan.members)
     assert (packed.num_rows, packed.num_tokens) == (0, 0)
-    config = TrainerConfig(correction="dis", dis_low=0.5, dis_high=1.0, aggregation="token_mean")
+    config = TrainerConfig(algorithm="dis", epsilon_low=0.5, epsilon_high=1.0)
     model = build_model("char-64x2", 0)
     temperature = one_temperature(temperatures_of(found.folded, found.plan.members))
     outcome = train_step(model, make_optimizer(model, config), packed, config, step=1, temperature=temperature)

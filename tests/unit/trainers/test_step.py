@@ -189,7 +189,7 @@ def test_gradients_are_clipped_by_their_global_norm() -> None:
 
 def test_dis_gates_the_ratio_to_the_version_that_sampled() -> None:
     """The gate is open between its bounds, and a token outside gives neither loss nor gradient."""
-    config = dataclasses.replace(CONFIG, correction="dis", dis_low=0.2, dis_high=0.25, aggregation="token_mean")
+    config = CONFIG.with_algorithm("dis", epsilon_low=0.2, epsilon_high=0.25, adv_norm="mean_std")
     outcome, gradients = step(config)
     action = batch().action_mask
     ratio = (outcome.current_log_probs - batch().rollout_log_probs)[action].exp()

@@ -1,41 +1,61 @@
-"""The trainer's configuration. Names and defaults follow algorithms.md §2 to §4; importing it needs no torch."""
+"""The trainers' configuration. Names and defaults follow algorithms.md §1 to §4; importing it needs no torch.
+
+A field whose default depends on the algorithm is filled in when a configuration is made, so a run's record holds what
+was in force, not what was left out.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from rolltape.schema.errors import ConfigError
+from rolltape.trainers.config_rules import check_ranges
 
-Mode = Literal["seq_mean", "token_mean", "seq_sum", "const", "rollout_mean"]
+Algorithm: TypeAlias = Literal["grpo", "dis", "opd", "mopd", "sao", "compaction"]
+Mode: TypeAlias = Literal["seq_mean", "token_mean", "seq_sum", "const", "rollout_mean"]
+Correction: TypeAlias = Literal["icepop", "tis", "dis", "none"]
+OpdForm: TypeAlias = Literal["eq1", "score", "full", "top_k"]
 
-_CHOICES: Final = {
-    "algorithm": ("grpo",),
-    "pop_value": ("ratio", "binary"),
-    "correction": ("icepop", "tis", "dis", "none"),
-    "overdue_groups": ("drop", "train"),
-    "aggregation": ("seq_mean", "token_mean", "seq_sum", "const", "rollout_mean"),
-    "adv_norm": ("mean_std", "mean"),
-    "pad_rule": ("gt_half", "ge_half"),
-    "stats": ("padded", "valid_only"),
-}
+_OF_ALGORITHM: Final[Any] = None
+"""Stands for the algorithm's own default until ``__post_init__`` has put it in."""
+
+_GATED: Final = ("icepop", "tis", "none")
+_CORRECTIONS: Final = {"grpo": _GATED, "opd": _GATED, "mopd": _GATED, "dis": ("dis",), "sao": ("dis",)}
+_RESOLVED: Final = ("epsilon_low", "epsilon_high", "correction", "aggregation", "adv_norm", "max_gap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerConfig:
     """How a policy learns.
 
-    Attributes of note: ``icepop_beta`` keeps ratios in [1/beta, beta]; ``stop_metric`` ends the run once the moving
-    average (weight ``stop_ema`` on the past) of that step metric reaches ``stop_above``; ``entropy_coef`` is c of D33.
-    ``correction`` icepop takes tokens of the version alone that the step starts from; tis clamps and dis gates the
-    ratio to whatever version sampled, dis inside (1 - dis_low, 1 + dis_high), which no source states and so has no
-    default. Asynchronous runs only: rollouts more than ``staleness_tau`` published versions old are dropped, and
+    Every method. ``icepop_beta`` keeps ratios in [1/beta, beta]; ``stop_metric`` ends the run once the moving average
+    (weight ``stop_ema`` on the past) of that step metric reaches ``stop_above``; ``entropy_coef`` is c of D33. The
+    learning rate rises over ``warmup_steps`` and then falls in a line to ``final_lr_fraction`` of itself at
+    ``decay_steps`` (0: constant). ``epsilon_low`` and ``epsilon_high`` are the clip of PPO, or DIS's open interval
+    (1 - epsilon_low, 1 + epsilon_high), which no source states and so has no default (D7). ``correction`` icepop takes
+    tokens of the version alone that the step starts from; tis clamps and dis gates the ratio to whatever version
+    sampled. Asynchronous runs only: rollouts more than ``staleness_tau`` published versions old are dropped, and
     ``overdue_groups`` says what becomes of groups that are not complete ``group_timeout_s`` after they were first seen.
-    The learning rate rises over ``warmup_steps`` and then falls in a line to ``final_lr_fraction`` of itself at
-    ``decay_steps`` (0: constant).
+
+    What enters a batch. ``truncated`` keeps rollouts that were cut off by length, masks their tokens out of the loss,
+    or takes their reward as 0; ``truncation_penalty`` is then subtracted from it. ``zero_std_groups`` drop leaves out
+    groups whose rewards are all equal. ``optimizer_reset`` auto is on in asynchronous runs (D25).
+
+    OPD and MOPD. ``opd_form`` eq1 puts the gap in GRPO's place of the advantage, score is the score function, full
+    and top_k are divergences; ``opd_gap`` says from whose log-probs (D12); ``max_gap`` clips it; ``score_low`` and
+    ``score_high`` bound the score form's ratio; ``teacher_floor`` raises a teacher's log-probs; ``task_coef`` and
+    ``opd_coef`` weigh the task's advantage and the gap (§4.10).
+
+    SAO and CompactionRL. ``lambda_alpha`` is α of λ = 1 - 1/(α l); ``critic_lambda`` makes the critic's targets;
+    ``freeze_critic`` are parts of names of modules that stay as they are; ``bootstrap_truncated`` values the end of a
+    truncated rollout instead of taking it as 0. ``compaction_ratio`` dis is unpublished; ``boundary_value`` and
+    ``critic_target`` are D17.
+
+    Alarms are off where None; ``alarm_ema`` is the weight of the past in their moving averages.
     """
 
-    algorithm: Literal["grpo"] = "grpo"
+    algorithm: Algorithm = "grpo"
     max_steps: int = 300
     lr: float = 1e-3
     warmup_steps: int = 0
@@ -47,27 +67,64 @@ class TrainerConfig:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     updates_per_batch: int = 1
-    eps_low: float = 0.2
-    eps_high: float = 0.28
+    epsilon_low: float = _OF_ALGORITHM
+    epsilon_high: float = _OF_ALGORITHM
+    dual_clip: float | None = None
     icepop_beta: float = 2.0
     tis_low: float = 0.0
     tis_high: float = 2.0
     pop_value: Literal["ratio", "binary"] = "ratio"
-    correction: Literal["icepop", "tis", "dis", "none"] = "icepop"
-    dis_low: float = 0.0
-    dis_high: float = 0.0
-    aggregation: Mode = "seq_mean"
+    correction: Correction = _OF_ALGORITHM
+    aggregation: Mode = _OF_ALGORITHM
     const_length: int = 0
-    adv_norm: Literal["mean_std", "mean"] = "mean_std"
+    adv_norm: Literal["mean_std", "mean"] = _OF_ALGORITHM
     entropy_coef: float = 0.0
     staleness_tau: int = 0
     group_timeout_s: float = 300.0
     overdue_groups: Literal["drop", "train"] = "drop"
     pad_rule: Literal["gt_half", "ge_half"] = "gt_half"
     stats: Literal["padded", "valid_only"] = "padded"
+    zero_std_groups: Literal["keep", "drop"] = "keep"
+    truncated: Literal["keep", "mask", "zero_reward"] = "keep"
+    truncation_penalty: float = 0.0
+    optimizer_reset: Literal["auto", "on", "off"] = "auto"
+    opd_form: OpdForm = "eq1"
+    opd_gap: Literal["current", "old"] = "current"
+    max_gap: float | None = None
+    task_coef: float = 0.0
+    opd_coef: float = 1.0
+    score_low: float | None = None
+    score_high: float | None = None
+    teacher_floor: float | None = None
+    top_k: int = 64
+    gamma: float = 1.0
+    lambda_alpha: float = 1.5
+    critic_lambda: float = 1.0
+    critic_lr: float = 5e-6
+    critic_updates: int = 2
+    critic_warmup_steps: int = 10
+    advantage_values: Literal["pre_update", "post_update"] = "pre_update"
+    whiten: bool = False
+    value_clip: float | None = None
+    value_norm: bool = False
+    value_norm_rate: float = 0.01
+    freeze_critic: tuple[str, ...] = ("attn",)
+    bootstrap_truncated: bool = False
+    compaction_ratio: Literal["ppo", "dis"] = "ppo"
+    train_summary: bool = True
+    train_rejected_summaries: bool = False
+    boundary_value: Literal["zero", "bootstrap"] = "zero"
+    critic_target: Literal["global", "local"] = "global"
     token_budget: int = 4096
+    gradient_checkpointing: bool = False
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
     checkpoint_every: int = 20
     probe_every: int = 50
+    alarm_entropy_below: float | None = None
+    alarm_trusted_below: float | None = None
+    alarm_mismatch_above: float | None = None
+    alarm_domain_kl_above: float | None = None
+    alarm_ema: float = 0.9
     stop_metric: str = ""
     stop_above: float = 2.0
     stop_ema: float = 0.9
@@ -76,55 +133,58 @@ class TrainerConfig:
     archive_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"trainer.{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("max_steps", "updates_per_batch", "token_budget", "checkpoint_every", "num_threads"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name}: expected 1 or more, got {getattr(self, name)}")
-        for name in (
-            "weight_decay",
-            "eps_high",
-            "entropy_coef",
-            "tis_low",
-            "staleness_tau",
-            "probe_every",
-            "warmup_steps",
-            "decay_steps",
-        ):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"trainer.{name}: expected 0 or more, got {getattr(self, name)}")
-        for name in (
-            "lr",
-            "max_grad_norm",
-            "adam_eps",
-            "tis_high",
-            "engine_timeout_s",
-            "group_timeout_s",
-            "archive_timeout_s",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"trainer.{name}: expected more than 0, got {getattr(self, name)}")
-        for name in ("beta1", "beta2", "eps_low", "stop_ema"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"trainer.{name}: expected 0 <= {name} < 1, got {getattr(self, name)}")
-        if not 0 < self.final_lr_fraction <= 1:
-            raise ConfigError(
-                f"trainer.final_lr_fraction: expected more than 0, at most 1, got {self.final_lr_fraction}"
-            )
-        if self.aggregation == "const" and self.const_length < 1:
-            raise ConfigError(
-                f"trainer.const_length: expected 1 or more with aggregation const, got {self.const_length}"
-            )
-        if self.correction == "dis" and not (
-            0 <= self.dis_low < 1 and self.dis_low + self.dis_high > 0 <= self.dis_high
-        ):
-            raise ConfigError(
-                "trainer.dis_low, trainer.dis_high: expected 0 <= dis_low < 1 and dis_high >= 0, not both 0, with "
-                f"correction dis, got {self.dis_low}, {self.dis_high}"
-            )
-        if not self.icepop_beta >= 1:
-            raise ConfigError(f"trainer.icepop_beta: expected 1 or more, got {self.icepop_beta}")
+        # First, because the defaults below are looked up by them.
+        _one_of("algorithm", self.algorithm, get_args(Algorithm))
+        _one_of("compaction_ratio", self.compaction_ratio, ("ppo", "dis"))
+        for name, value in self._defaults().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)  # frozen; what follows sees the filled-in value
+        object.__setattr__(self, "freeze_critic", tuple(self.freeze_critic))  # JSON and TOML have lists
+        self._check_epsilon()
+        _one_of(
+            "correction", self.correction, _CORRECTIONS.get(self.algorithm, (self._defaults()["correction"],)), self
+        )
+        check_ranges(self)
+
+    @property
+    def is_dis(self) -> bool:
+        """Whether the policy loss is DIS: no old log-probs, one ratio to whatever version sampled."""
+        return self.correction == "dis"
+
+    @property
+    def is_distillation(self) -> bool:
+        """Whether it learns from teachers."""
+        return self.algorithm in {"opd", "mopd"}
+
+    @property
+    def uses_groups(self) -> bool:
+        """Whether members are compared within their groups; other methods take single rollouts."""
+        return self.algorithm in {"grpo", "dis"} or (self.is_distillation and self.task_coef > 0)
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether a reward changes what is learnt."""
+        return not self.is_distillation or self.task_coef > 0
+
+    @property
+    def uses_token_rewards(self) -> bool:
+        """Whether rewards of single tokens are learnt from: they, too, make an attempt a judged one."""
+        return self.uses_critic
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether it has a critic."""
+        return self.algorithm in {"sao", "compaction"}
+
+    @property
+    def uses_teacher_scores(self) -> bool:
+        """Whether a batch waits for scores on the tape; full distributions are scored when they are needed."""
+        return self.is_distillation and self.opd_form != "full"
+
+    @property
+    def needs_one_version(self) -> bool:
+        """IcePop's precondition: all tokens of the version that the step starts from."""
+        return self.correction == "icepop" and (not self.is_distillation or self.opd_form == "eq1")
 
     def lr_at(self, step: int) -> float:
         """Learning rate of ``step`` (from 1): a function of the step alone, so a replay needs no scheduler state."""
@@ -133,3 +193,59 @@ class TrainerConfig:
             return self.lr * warm
         left = 1.0 - min(1.0, step / self.decay_steps)
         return self.lr * warm * (self.final_lr_fraction + (1.0 - self.final_lr_fraction) * left)
+
+    def with_algorithm(self, algorithm: Algorithm, **changes: Any) -> TrainerConfig:
+        """The same for another algorithm: what has a default of its own there takes it, unless ``changes`` says else.
+
+        Raises:
+            ConfigError: the result makes no sense, as where DIS gets no interval.
+        """
+        fresh = dict.fromkeys(_RESOLVED, None)
+        return replace(self, algorithm=algorithm, **{**fresh, **changes})
+
+    def _defaults(self) -> dict[str, Any]:
+        """The algorithm's own defaults; None: it has none."""
+        name = self.algorithm
+        by_token = name in {"dis", "sao", "compaction"}
+        is_dis = name in {"dis", "sao"} or (name == "compaction" and self.compaction_ratio == "dis")
+        low, high = (None, None) if is_dis else (0.2, 0.2 if name == "compaction" else 0.28)
+        return {
+            "epsilon_low": low,
+            "epsilon_high": high,
+            "correction": "dis" if is_dis else "none" if name == "compaction" else "icepop",
+            "aggregation": "token_mean" if by_token else "seq_mean",
+            "adv_norm": "mean" if name == "dis" else "mean_std",
+            "max_gap": 5.0 if name == "mopd" else None,
+        }
+
+    def _check_epsilon(self) -> None:
+        for name in ("epsilon_low", "epsilon_high"):
+            if getattr(self, name) is None:
+                allowed = "0 <= epsilon_low < 1" if name == "epsilon_low" else "epsilon_high >= 0"
+                raise ConfigError(
+                    f"trainer.{name}: expected a value of its own ({allowed}) with DIS (algorithm {self.algorithm}), "
+                    "got none; no source states one (D7), so there is no default"
+                )
+
+
+def of_older_release(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a recorded configuration under today's names: DIS was a correction of GRPO, with an interval apart."""
+    new = dict(fields)
+    old = {name: new.pop(name, None) for name in ("eps_low", "eps_high", "dis_low", "dis_high")}
+    if all(value is None for value in old.values()):
+        return new
+    is_dis = new.get("correction") == "dis"
+    if is_dis:
+        new["algorithm"] = "dis"
+    for end in ("low", "high"):
+        value = old[f"dis_{end}" if is_dis else f"eps_{end}"]
+        if value is not None:
+            new.setdefault(f"epsilon_{end}", value)
+    return new
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...], config: TrainerConfig | None = None) -> None:
+    if value not in choices:
+        of = "" if config is None else f" with algorithm {config.algorithm}"
+        hint = "; DIS is an algorithm: set trainer.algorithm" if name == "correction" and value == "dis" else ""
+        raise ConfigError(f"trainer.{name}: expected one of {', '.join(choices)}{of}, got {value!r}{hint}")

@@ -208,7 +208,7 @@ class Trainer:
             current=self.progress.version,
             newest=self.progress.version,
             staleness_tau=self.config.staleness_tau,
-            single_version=self.config.correction == "icepop",
+            single_version=self.config.needs_one_version,
         )
         found: Gathered = source.gather(step, rules)
         folded, plan = found.folded, found.plan

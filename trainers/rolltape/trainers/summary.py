@@ -37,8 +37,8 @@ def step_metrics(
             entropy=outcome.entropy[action],
             gate_weight=outcome.gate_weights[action],
             trusted=outcome.trusted[action],
-            eps_low=config.eps_low,
-            eps_high=config.eps_high,
+            eps_low=config.epsilon_low,
+            eps_high=config.epsilon_high,
             beta=config.icepop_beta,
             tis=(config.tis_low, config.tis_high) if config.correction == "tis" else None,
         )
