@@ -29,7 +29,7 @@ class ScorerIdentity:
     dtype: str
     """Of the parameters, as ``float32``; log-probs are always float32."""
     logprobs_mode: str
-    """``processed``: of the distribution at :attr:`temperature`, full support."""
+    """``processed_logprobs``: of the distribution at :attr:`temperature`, full support."""
     temperature: float
 
 
@@ -80,7 +80,7 @@ class ModelScorer:
             weights_digest=weights_digest(named_weights(model)),
             engine="transformers",
             dtype=str(model_parts(model).output_weight.dtype).removeprefix("torch."),
-            logprobs_mode="processed",
+            logprobs_mode="processed_logprobs",
             temperature=temperature,
         )
 

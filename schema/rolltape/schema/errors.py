@@ -42,6 +42,7 @@
     ├── UntrainableError (ValueError)        data that a trainer must refuse, by named reason
     ├── ReplayError (RuntimeError)           a replay that is impossible here, or that differs
     ├── EngineError (RuntimeError)           an engine failed or broke the weight-sync order
+    ├── NotPublishedError (LookupError)      a run, or a version of its weights, that no tape holds (yet)
     └── ChildFailedError (RuntimeError)      a process of a run died more often than allowed
 """
 
@@ -215,6 +216,10 @@ class ReplayError(RolltapeError, RuntimeError):
 
 class EngineError(RolltapeError, RuntimeError):
     """An engine failed, or was asked to serve weights that it did not stage."""
+
+
+class NotPublishedError(RolltapeError, LookupError):
+    """A run, or a version of its weights, that the lake does not hold (yet); names those that it does."""
 
 
 class ChildFailedError(RolltapeError, RuntimeError):

@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from rolltape.numerics.top_k import teacher_top_k
 from rolltape.schema.errors import ConfigError, UntrainableError
+
+__all__ = ["TeacherBlock", "TokenDivergence", "full_reverse_kl", "teacher_top_k", "top_k_reverse_kl"]
 
 TeacherBlock = Callable[[int, int], Tensor]
 """``(begin, end)`` -> the teacher's log-probs ``[end - begin, V]`` of those tokens; called twice if gradients are."""
@@ -116,18 +119,6 @@ def top_k_reverse_kl(
         return torch.where(finite & known, torch.where(present, terms, 0.0).sum(-1), 0.0), finite & known
 
     return _in_blocks(block, hidden, weight, temperature, chunk_size)
-
-
-def teacher_top_k(log_probs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Ids and log-probs ``[N, k]`` of the k likeliest of ``[N, V]``: by log-prob, ties by lower id.
-
-    Raises:
-        ConfigError: not ``1 <= k <= V``.
-    """
-    if not 1 <= k <= log_probs.shape[-1]:
-        raise ConfigError(f"k: expected 1 to {log_probs.shape[-1]}, got {k}")
-    values, ids = torch.sort(log_probs, dim=-1, descending=True, stable=True)
-    return ids[:, :k], values[:, :k]
 
 
 _Block = Callable[[int, int, Tensor, Tensor], tuple[Tensor, Tensor]]

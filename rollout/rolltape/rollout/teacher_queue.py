@@ -1,0 +1,159 @@
+"""Rollouts that wait for their scores: events from the log, kept until all of a unit has ended.
+
+A unit is a group, or (where scores are permuted as a control) as many groups as a step has. Its rollouts are scored
+together and in a fixed order, since the composition of a batch decides the last bits of log-probs: a service that is
+killed and comes back makes the same scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from rolltape.schema.fold import Fold, fold
+from rolltape.schema.render import arrow_schema
+
+KINDS: Final = (
+    "rollout_dispatched",
+    "attempt_abandoned",
+    "rollout_started",
+    "rollout_resumed",
+    "action_sampled",
+    "observation_received",
+    "context_rewritten",
+    "rollout_ended",
+    "dead_letter",
+)
+"""Of the rollout topic: what is needed to know a rollout's tokens. Rewards and masks do not concern a teacher."""
+
+UnitKey = tuple[int | None, int | str]
+"""(training step, block of group ordinals), or (training step, group id)."""
+_Place = tuple[int, int]  # group ordinal, member
+_Attempt = tuple[str, int]
+
+
+@dataclass(slots=True)
+class _Unit:
+    expected: int  # rollouts
+    newest: dict[_Place, _Attempt] = field(default_factory=dict)
+    problems: set[str | None] = field(default_factory=set)
+    ended: set[_Attempt] = field(default_factory=set)
+    dropped: set[_Attempt] = field(default_factory=set)  # by a dead letter
+    abandoned: set[_Attempt] = field(default_factory=set)  # the next attempt is on its way
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rollout has come to an end that stays."""
+        closed = (self.ended | self.dropped) - self.abandoned
+        return len(self.newest) >= self.expected and all(attempt in closed for attempt in self.newest.values())
+
+
+class ScoringQueue:
+    """Training rollouts of one run, until they are scored.
+
+    Args:
+        run_id: the run.
+        groups_per_unit: 0: each group is a unit; else so many groups of consecutive ordinals are.
+    """
+
+    def __init__(self, run_id: str, *, groups_per_unit: int = 0) -> None:
+        self._run_id = run_id
+        self._groups_per_unit = groups_per_unit
+        self._tables: dict[str, list[pa.Table]] = {kind: [] for kind in KINDS}
+        self._units: dict[UnitKey, _Unit] = {}
+        self._home: dict[_Attempt, tuple[UnitKey, _Place]] = {}
+
+    def add(self, kind: str, table: pa.Table) -> None:
+        """Take in events of one kind, of any runs; what belongs to no training rollout is let go."""
+        table = table.filter(pc.equal(table["run_id"], self._run_id))
+        if kind == "rollout_dispatched":
+            table = table.filter(pc.equal(pc.struct_field(table[kind], "purpose"), "train"))
+            self._enter(table)
+        else:
+            known = pa.array([trajectory for trajectory, _ in self._home], pa.string())
+            table = table.filter(pc.is_in(table["trajectory_id"], known))
+        if not table.num_rows:
+            return
+        self._tables[kind].append(table)
+        if kind == "rollout_ended":
+            self._note(table, "ended")
+        elif kind == "attempt_abandoned":
+            self._note(table, "abandoned")
+        elif kind == "dead_letter":
+            self._note(table, "dropped")
+
+    def _enter(self, table: pa.Table) -> None:
+        struct = table["rollout_dispatched"]
+        names = ("training_step", "group_ordinal", "member", "group_size")
+        columns = [pc.struct_field(struct, name).to_pylist() for name in names]
+        ids = [table[name].to_pylist() for name in ("trajectory_id", "attempt", "group_id", "problem_id")]
+        for step, ordinal, member, size, trajectory, attempt, group, problem in zip(*columns, *ids, strict=True):
+            if self._groups_per_unit:
+                key: UnitKey = (step, (ordinal or 0) // self._groups_per_unit)
+                expected = self._groups_per_unit * size
+            else:
+                key, expected = (step, group or trajectory), size or 1
+            unit = self._units.setdefault(key, _Unit(expected))
+            unit.problems.add(problem)
+            place = (ordinal or 0, member or 0)
+            known = unit.newest.get(place)
+            if known is None or known[1] <= attempt:
+                unit.newest[place] = (trajectory, attempt)
+            self._home[trajectory, attempt] = (key, place)
+
+    def _note(self, table: pa.Table, what: str) -> None:
+        for attempt in zip(table["trajectory_id"].to_pylist(), table["attempt"].to_pylist(), strict=True):
+            if attempt in self._home:
+                getattr(self._units[self._home[attempt][0]], what).add(attempt)
+
+    def complete(self) -> list[UnitKey]:
+        """Units of which every rollout has ended, in the order in which they were handed out."""
+        return [key for key, unit in self._units.items() if unit.is_complete]
+
+    def problems(self, units: Iterable[UnitKey]) -> set[str | None]:
+        """Problems that were posed in some units."""
+        return set().union(*(self._units[key].problems for key in units))
+
+    def begun(self) -> list[UnitKey]:
+        """Units of which some rollouts have ended and others have not."""
+        return [key for key, unit in self._units.items() if not unit.is_complete and unit.ended - unit.abandoned]
+
+    def place(self, trajectory_id: str, attempt: int) -> tuple[UnitKey, int, int] | None:
+        """Unit, group ordinal and member of an attempt that counts in its unit; None where another took its place."""
+        key, place = self._home.get((trajectory_id, attempt), (None, (0, 0)))
+        if key is None or self._units[key].newest[place] != (trajectory_id, attempt):
+            return None
+        return (key, *place)
+
+    def fold(self, units: Collection[UnitKey], run_started: pa.Table) -> Fold:
+        """What the events say of the rollouts of some units."""
+        ids = self._ids(units)
+        events = {kind: self._of(kind, ids) for kind in KINDS}
+        return fold({**events, "run_started": run_started})
+
+    def forget(self, units: Iterable[UnitKey]) -> None:
+        """Let go of units: they are scored, or nobody may score them."""
+        gone = set(units)
+        if not gone:
+            return
+        for key in gone:
+            self._units.pop(key, None)
+        self._home = {attempt: home for attempt, home in self._home.items() if home[0] not in gone}
+        ids = self._ids(self._units)
+        for kind in KINDS:
+            kept = self._of(kind, ids)
+            self._tables[kind] = [kept] if kept.num_rows else []
+
+    def _ids(self, units: Collection[UnitKey]) -> pa.Array:
+        return pa.array([trajectory for (trajectory, _), (key, _) in self._home.items() if key in units], pa.string())
+
+    def _of(self, kind: str, ids: pa.Array) -> pa.Table:
+        tables = self._tables[kind]
+        if not tables:
+            return arrow_schema(kind).empty_table()
+        table = pa.concat_tables(tables)
+        return table.filter(pc.is_in(table["trajectory_id"], ids))
