@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rolltape.rollout.engine import GenerationBatch, GenerationRequest, Int32, PolicyVersion, SamplingConfig
+from rolltape.rollout.engine import (
+    FinishReason,
+    GenerationBatch,
+    GenerationRequest,
+    Int32,
+    PolicyVersion,
+    SamplingConfig,
+)
 from rolltape.schema.digest import prefix_digest
 from rolltape.schema.errors import ConfigError
 
@@ -34,6 +41,7 @@ class BatchAssembly:
         self._log_probs_BT = np.zeros((num_rows, sampling.max_tokens), dtype=np.float32)
         self._lengths_B = np.zeros(num_rows, dtype=np.int64)
         self._stopped_B = np.zeros(num_rows, dtype=np.bool_)
+        self._interrupted_B = np.zeros(num_rows, dtype=np.bool_)
         self._versions = [version]
         self._switch_places: list[int] = []  # decode step at which versions[1:] took over
         self._support: list[tuple[Int64, npt.NDArray[np.bool_]]] = []
@@ -67,7 +75,7 @@ class BatchAssembly:
 
         ``support`` is bool ``[A, V]``: the tokens that top-k and top-p kept, None where they keep all.
         """
-        going = ~self._stopped_B[rows]
+        going = self.unfinished(rows)
         taken = rows[going]
         self._tokens_BT[taken, self._step] = token_ids[going]
         self._log_probs_BT[taken, self._step] = log_probs[going]
@@ -79,7 +87,11 @@ class BatchAssembly:
 
     def unfinished(self, rows: Int64) -> npt.NDArray[np.bool_]:
         """Which of the rows have not stopped, bool ``[A]``."""
-        return ~self._stopped_B[rows]
+        return ~(self._stopped_B[rows] | self._interrupted_B[rows])
+
+    def interrupt(self, rows: Int64) -> None:
+        """The engine breaks off these rows ``[A]``; what they have is all that comes of them."""
+        self._interrupted_B[rows] = True
 
     def finish(self) -> GenerationBatch:
         """The batch, with the order of the requests."""
@@ -94,7 +106,7 @@ class BatchAssembly:
             token_ids=self._tokens_BT[is_token_BT],
             log_probs=self._log_probs_BT[is_token_BT],
             offsets=_offsets(self._lengths_B),
-            finish_reasons=tuple("stop" if stopped else "length" for stopped in self._stopped_B.tolist()),
+            finish_reasons=self._finish_reasons(),
             versions=tuple(self._versions),
             run_offsets=run_offsets,
             run_starts=run_starts,
@@ -107,6 +119,10 @@ class BatchAssembly:
             support_token_ids=support_token_ids,
             support_offsets=support_offsets,
         )
+
+    def _finish_reasons(self) -> tuple[FinishReason, ...]:
+        flags = zip(self._stopped_B.tolist(), self._interrupted_B.tolist(), strict=True)
+        return tuple("stop" if stopped else "abort" if interrupted else "length" for stopped, interrupted in flags)
 
     def _version_runs(self) -> tuple[Int32, Int32, Int32, Int32]:
         """Offsets, starts, lengths and versions of the runs; a version that gave a row no token has no run there."""

@@ -13,6 +13,7 @@ import pyarrow.compute as pc
 from rolltape.ingest.log import LogReader
 from rolltape.rollout.tape import read_to
 from rolltape.schema.cursor import Cursor
+from rolltape.schema.reward import RewardComponent
 from rolltape.schema.runline import RunLine
 
 TOPICS: Final = ("rollout",)
@@ -33,6 +34,7 @@ class Attempt:
     token_ids: list[int] = field(default_factory=list)
     ended: str | None = None  # status of its own end
     rewarded: bool = False
+    components: tuple[RewardComponent, ...] = ()  # of the reward of the whole attempt
     abandoned: bool = False
 
     def stays(self, line: RunLine) -> bool:
@@ -96,12 +98,11 @@ class AttemptBook:
             for attempt, status in zip(known, pc.struct_field(table[kind], "status").to_pylist(), strict=True):
                 if attempt is not None:
                     attempt.ended = status
+        elif kind == "reward_assigned":
+            _note_rewards(known, table[kind])
         else:
             for attempt in filter(None, known):
-                if kind == "reward_assigned":
-                    attempt.rewarded = True
-                else:
-                    attempt.abandoned = True
+                attempt.abandoned = True
 
     def _apply_dispatched(self, table: pa.Table) -> None:
         struct = table["rollout_dispatched"]
@@ -116,6 +117,16 @@ class AttemptBook:
     def _known(self, table: pa.Table) -> list[Attempt | None]:
         keys = zip(table["trajectory_id"].to_pylist(), table["attempt"].to_pylist(), strict=True)
         return [self._by_id.get(key) for key in keys]
+
+
+def _note_rewards(known: list[Attempt | None], rewards: pa.ChunkedArray) -> None:
+    whole = pc.is_null(pc.struct_field(rewards, "target_event_id")).to_pylist()
+    components = pc.struct_field(rewards, "components")
+    for row, attempt in enumerate(known):
+        if attempt is not None:
+            attempt.rewarded = True
+            if whole[row]:
+                attempt.components = tuple(RewardComponent.from_row(part) for part in components[row].as_py() or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
+"""A stop token, ``max_tokens``, or the engine broke off: what it sampled so far counts, and may be continued."""
 
 PROCESSED: Final = "processed_logprobs"  # after temperature, top-k and top-p: the behaviour policy
 RAW: Final = "raw_logprobs"  # the model's own distribution at temperature 1

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, Final
 
+from rolltape.rollout.agent_environment import AgentEnvironment
 from rolltape.rollout.environment import Environment
 from rolltape.schema.errors import ConfigError
 
@@ -17,7 +18,7 @@ ENVIRONMENTS: Final[Mapping[str, tuple[str, str, str]]] = {
 }
 
 
-def make_environment(name: str, options: Mapping[str, Any], seed: int) -> Environment:
+def make_environment(name: str, options: Mapping[str, Any], seed: int) -> Environment | AgentEnvironment:
     """Make the environment that a configuration names.
 
     Args:
@@ -37,5 +38,5 @@ def make_environment(name: str, options: Mapping[str, Any], seed: int) -> Enviro
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(f"environment.options.{unknown[0]}: unknown; {name} has {', '.join(known)}")
-    environment: Environment = getattr(module, class_name)(config_class(**options), seed)
+    environment: Environment | AgentEnvironment = getattr(module, class_name)(config_class(**options), seed)
     return environment

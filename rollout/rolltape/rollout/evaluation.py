@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from rolltape.ingest.recorder import Recorder
-from rolltape.rollout.attempts import Attempt, AttemptBook, plan_step
+from rolltape.rollout.attempts import AttemptBook, plan_step
 from rolltape.rollout.engine import PolicyVersion, SamplingConfig
+from rolltape.rollout.harness import Harness
 from rolltape.rollout.seeds import sampling_seed
-from rolltape.rollout.single_turn import SingleTurn
 from rolltape.rollout.step import StepRows, StepRunner
 from rolltape.rollout.tape import CompletedStep, RunTape
 from rolltape.schema.errors import EngineError
 
 
 def evaluate(
-    harness: SingleTurn,
-    runner: StepRunner,
+    harness: Harness,
+    runner: StepRunner[Any],
     recorder: Recorder,
     book: AttemptBook,
     tape: RunTape,
@@ -57,7 +58,7 @@ def evaluate(
 
 def _record(
     recorder: Recorder,
-    harness: SingleTurn,
+    harness: Harness,
     rows: StepRows,
     book: AttemptBook,
     version: PolicyVersion,
@@ -65,7 +66,7 @@ def _record(
 ) -> None:
     found = [book.newest(place) for place in rows.places]
     num_correct = sum(
-        _is_correct(harness, rows, row, attempt) for row, attempt in enumerate(found) if attempt is not None
+        harness.is_correct(rows.problems[row], attempt) for row, attempt in enumerate(found) if attempt is not None
     )
     recorder.record(
         "evaluation_completed",
@@ -77,8 +78,3 @@ def _record(
             {"name": "num_problems", "value": float(len(rows.problems))},
         ],
     )
-
-
-def _is_correct(harness: SingleTurn, rows: StepRows, row: int, attempt: Attempt) -> bool:
-    answer = harness.answer(attempt.token_ids, ended=attempt.ended == "completed")
-    return harness.environment.is_correct(rows.problems[row], answer)

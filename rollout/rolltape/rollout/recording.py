@@ -24,8 +24,12 @@ from rolltape.schema.reward import SCALARISER_VERSION, RewardComponent, scalaris
 Columns = dict[str, Any]
 Rows = npt.NDArray[np.int64]
 
-HARNESS: Final = "rolltape.rollout"
-STAGE: Final = "reasoning"
+ENDS: Final = {
+    "stop": ("completed", "stop_token"),
+    "length": ("truncated", "max_tokens"),
+    "abort": ("aborted", "interrupted"),
+}
+"""Status and cause of a rollout of one action, by the action's finish reason."""
 _COMPONENTS_TYPE: Final = KINDS["reward_assigned"].struct_type.field("components").type
 
 
@@ -74,6 +78,17 @@ class RolloutBatch:
         }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What a call of the engine was for, within the rollouts of a batch."""
+
+    segment_indexes: int | Rows  # of each rollout
+    seeds: Sequence[int]  # [B], of this call
+    turn_index: int = 0
+    action_kind: str = "execution"
+    tool_calls: pa.Array | None = None  # parsed from the actions, for reading
+
+
 def abandoned(batch: RolloutBatch, reason: str, detail: str) -> Columns:
     """``attempt_abandoned`` for each rollout of ``batch``."""
     return {**batch.identity, "reason": reason, "detail": detail}
@@ -95,17 +110,23 @@ def dispatched(batch: RolloutBatch, *, worker_id: str, lease_s: float) -> Column
 
 
 def started(
-    batch: RolloutBatch, *, environment: str, environment_version: str, prompts: Sequence[tuple[Int32, str]]
+    batch: RolloutBatch,
+    *,
+    environment: str,
+    environment_version: str,
+    prompts: Sequence[tuple[Int32, str]],
+    stage: str = "reasoning",
+    harness: str = "rolltape.rollout",
 ) -> Columns:
     """``rollout_started``: the exact context, as ids and for reading."""
     ids = [token_ids for token_ids, _ in prompts]
     return {
         **batch.identity,
-        "stage": STAGE,
-        "harness": HARNESS,
+        "stage": stage,
+        "harness": harness,
         "environment": environment,
         "environment_version": environment_version,
-        "prompt_token_ids": _int32_lists(ids),
+        "prompt_token_ids": int32_lists(ids),
         "prompt_text": pa.array([text for _, text in prompts], pa.string()),
     }
 
@@ -118,19 +139,21 @@ def sampled(
     engine_id: str,
     engine: EngineInfo,
     texts: Sequence[str],
+    call: Call | None = None,
 ) -> Columns:
-    """``action_sampled``: one whole action of each rollout."""
+    """``action_sampled``: one whole action of each rollout (default: its only one)."""
+    call = call or Call(segment_indexes=0, seeds=batch.seeds)
     offsets = pa.array(generations.offsets)
     finish_reasons = pa.array(generations.finish_reasons, pa.string())
     columns: Columns = {
         **batch.identity,
-        "segment_index": 0,
-        "turn_index": 0,
+        "segment_index": call.segment_indexes,
+        "turn_index": call.turn_index,
         "token_ids": pa.ListArray.from_arrays(offsets, pa.array(generations.token_ids), type=list_of(INT32)),
         "rollout_log_probs": pa.ListArray.from_arrays(offsets, pa.array(generations.log_probs), type=list_of(FLOAT32)),
-        "action_kind": "execution",
+        "action_kind": call.action_kind,
         "version_runs": _version_runs(generations),
-        "sampling": _sampling(sampling, batch.seeds),
+        "sampling": _sampling(sampling, call.seeds),
         "finish_reason": finish_reasons,
         "truncated": _is_truncated(generations),
         "prefix_length": generations.prefix_lengths,
@@ -142,6 +165,8 @@ def sampled(
         "decode_s": generations.decode_s,
         "text": pa.array(texts, pa.string()),
     }
+    if call.tool_calls is not None:
+        columns["tool_calls"] = call.tool_calls
     if generations.support_token_ids is not None:
         columns |= _support(generations)
     return columns
@@ -149,11 +174,11 @@ def sampled(
 
 def ended(batch: RolloutBatch, generations: GenerationBatch) -> Columns:
     """``rollout_ended``; the recorder fills in the last event index, its own."""
-    truncated = _is_truncated(generations)
+    ends = [ENDS[reason] for reason in generations.finish_reasons]
     return {
         **batch.identity,
-        "status": pa.array(np.where(truncated, "truncated", "completed")),
-        "cause": pa.array(np.where(truncated, "max_tokens", "stop_token")),
+        "status": pa.array([status for status, _ in ends], pa.string()),
+        "cause": pa.array([cause for _, cause in ends], pa.string()),
         "num_action_tokens": np.diff(generations.offsets),
         "num_observation_tokens": 0,
     }
@@ -188,7 +213,8 @@ def _is_truncated(generations: GenerationBatch) -> npt.NDArray[np.bool_]:
     return np.array([reason == "length" for reason in generations.finish_reasons], dtype=np.bool_)
 
 
-def _int32_lists(lists: Sequence[Int32]) -> pa.ListArray:
+def int32_lists(lists: Sequence[Int32]) -> pa.ListArray:
+    """A list column from the ids of each row, at least one row."""
     offsets = np.concatenate([[0], np.cumsum([len(values) for values in lists])]).astype(np.int32)
     flat = np.concatenate(lists)
     return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat), type=list_of(INT32))

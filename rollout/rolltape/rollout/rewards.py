@@ -6,10 +6,13 @@ an environment says what it saw and what that weighs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Final
 
+from rolltape.rollout.seeds import derived_seed, shuffled
 from rolltape.schema.reward import RewardComponent
 
 _NUMBER: Final = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
@@ -53,6 +56,17 @@ def failed_component(scorer: str, version: str, error: BaseException) -> RewardC
         scorer_version=version,
         reason=f"{type(error).__name__}: {error}"[:500],
     )
+
+
+def shuffled_components(
+    components: Sequence[tuple[RewardComponent, ...]], seed: int
+) -> list[tuple[RewardComponent, ...]]:
+    """A control: the judgements of a batch in an order that the seed decides, each scorer marked ``-shuffled``."""
+    order = shuffled(derived_seed("shuffle_rewards", seed), len(components))
+    return [
+        tuple(dataclasses.replace(part, scorer=f"{part.scorer}-shuffled") for part in components[place])
+        for place in order.tolist()
+    ]
 
 
 def position_share(text: str, expected: str, *, ended: bool) -> float:

@@ -56,6 +56,7 @@ class ScriptedEngine:
         engine_id: name of the engine on the tape.
         on_activated: records an activation.
         before_step: called before each decode step with its place, for example to activate a version there.
+        interrupts: asked before each token of a request, with its place: whether the engine breaks it off there.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class ScriptedEngine:
         engine_id: str,
         on_activated: ActivationHook,
         before_step: Callable[[int], None] = lambda _place: None,
+        interrupts: Callable[[GenerationRequest, int], bool] = lambda _request, _place: False,
     ) -> None:
         self._script = script
         self._before_step = before_step
+        self._interrupts = interrupts
         self._slots = VersionSlots[None](lambda _weights: None, on_activated, time.perf_counter)
         self.engine_id: Final = engine_id
 
@@ -101,6 +104,9 @@ class ScriptedEngine:
                 if switched is not None:
                     assembly.switch(switched)
                 rows = rows[assembly.unfinished(rows)]
+                broken = np.array([self._interrupts(requests[row], place) for row in rows.tolist()], dtype=np.bool_)
+                assembly.interrupt(rows[broken])
+                rows = rows[~broken]
                 if not len(rows):
                     break
                 tokens = [self._script(requests[row], assembly.version, place) for row in rows.tolist()]

@@ -41,6 +41,20 @@ def sampling_seed(run_seed: int, step: int, group_ordinal: int, member: int, tur
     return derived_seed("sampling", run_seed, step, group_ordinal, member, turn)
 
 
+def call_seed(rollout_seed: int, turn: int, kind: str, call: int = 0) -> int:
+    """The seed of a call within a rollout, from the seed of its first turn.
+
+    Args:
+        rollout_seed: :func:`sampling_seed` of the rollout; the first call of turn 0 uses it as it is.
+        turn: from 0.
+        kind: ``execution`` or ``summary``.
+        call: further calls of the same kind in the turn, after an interruption or a rejected summary.
+    """
+    if (turn, kind, call) == (0, "execution", 0):
+        return rollout_seed
+    return derived_seed("call", rollout_seed, turn, kind, call)
+
+
 def philox4x32(counter: UINT64, key: UINT64) -> UINT64:
     """Ten rounds of Philox 4x32.
 

@@ -6,23 +6,20 @@ answer is ever encoded again (design §5.1).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from itertools import pairwise
-
-import numpy as np
+from typing import ClassVar
 
 from rolltape.numerics.char_tokenizer import Tokenizer
-from rolltape.rollout.engine import Engine, GenerationBatch, GenerationRequest, Int32, SamplingConfig
+from rolltape.rollout.attempts import Attempt
+from rolltape.rollout.engine import Engine, GenerationBatch, GenerationRequest, SamplingConfig
 from rolltape.rollout.environment import Answer, Environment, Problem
+from rolltape.rollout.harness import Harness
 from rolltape.rollout.rewards import failed_component
 from rolltape.schema.errors import ConfigError
 from rolltape.schema.reward import RewardComponent
 
-MAX_CACHED_PROMPTS = 100_000
 
-
-class SingleTurn:
+class SingleTurn(Harness):
     """Problems in, one action each out.
 
     Args:
@@ -32,27 +29,16 @@ class SingleTurn:
         max_length: most tokens of context and action together that the model takes.
     """
 
+    stage: ClassVar[str] = "reasoning"
+
     def __init__(self, engine: Engine, environment: Environment, tokenizer: Tokenizer, *, max_length: int) -> None:
-        self.engine = engine
-        self.environment = environment
-        self._tokenizer = tokenizer
-        self._max_length = max_length
-        self._prompts: dict[str, tuple[Int32, str]] = {}
+        super().__init__(engine, tokenizer, max_length=max_length)
+        self._environment = environment
 
-    def sampling(self, sampling: SamplingConfig) -> SamplingConfig:
-        """``sampling`` with the tokenizer's end as stop token, where it names none."""
-        if sampling.stop_token_ids:
-            return sampling
-        return dataclasses.replace(sampling, stop_token_ids=(self._tokenizer.eos_id,))
-
-    def prompt(self, problem: Problem) -> tuple[Int32, str]:
-        """Context ids (int32 [P]) of a problem, and its text for reading."""
-        found = self._prompts.get(problem.problem_id)
-        if found is None:
-            if len(self._prompts) >= MAX_CACHED_PROMPTS:
-                self._prompts.clear()
-            found = self._prompts[problem.problem_id] = self._render(problem)
-        return found
+    @property
+    def environment(self) -> Environment:
+        """Poses the problems and judges the answers."""
+        return self._environment
 
     def generate(self, problems: Sequence[Problem], seeds: Sequence[int], sampling: SamplingConfig) -> GenerationBatch:
         """One action for each problem, as one batch in the order given.
@@ -68,21 +54,14 @@ class SingleTurn:
         ]
         return self.engine.generate(requests, sampling)
 
-    def texts(self, generations: GenerationBatch) -> list[str]:
-        """Each action as text, without special tokens; equal actions are decoded once."""
-        token_ids, offsets = generations.token_ids.tolist(), generations.offsets.tolist()
-        decoded: dict[tuple[int, ...], str] = {}
-        texts = []
-        for first, last in pairwise(offsets):
-            key = tuple(token_ids[first:last])
-            if key not in decoded:
-                decoded[key] = self._tokenizer.decode(key)
-            texts.append(decoded[key])
-        return texts
-
     def answer(self, token_ids: Sequence[int], *, ended: bool) -> Answer:
         """An action read back from the tape, as the environment sees it."""
-        return Answer(text=self._tokenizer.decode(token_ids), ended=ended)
+        return Answer(text=self.text(token_ids), ended=ended)
+
+    def is_correct(self, problem: Problem, attempt: Attempt) -> bool:
+        """Whether an attempt, as the tape has it, is right by the environment's own rule."""
+        answer = self.answer(attempt.token_ids, ended=attempt.ended == "completed")
+        return self.environment.is_correct(problem, answer)
 
     def judge(self, problem: Problem, answer: Answer) -> tuple[RewardComponent, ...]:
         """The environment's components; a verifier that fails makes the reward invalid, never 0."""
@@ -98,11 +77,3 @@ class SingleTurn:
                 f"sampling.max_tokens: expected at most {self._max_length - length} after the {length} tokens of "
                 f"problem {problem.problem_id} (the model takes {self._max_length}), got {sampling.max_tokens}"
             )
-
-    def _render(self, problem: Problem) -> tuple[Int32, str]:
-        if problem.messages:
-            messages = [dataclasses.asdict(message) for message in problem.messages]
-            text = "\n\n".join(message.content for message in problem.messages)
-            return np.array(self._tokenizer.encode_chat(messages), dtype=np.int32), text
-        text = problem.prompt or ""
-        return np.array(self._tokenizer.encode(text), dtype=np.int32), text

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -13,11 +15,15 @@ from rolltape.rollout import recording
 from rolltape.rollout.attempts import Attempt, AttemptBook, Place, Plan
 from rolltape.rollout.engine import GenerationBatch, SamplingConfig
 from rolltape.rollout.environment import Answer, Problem
+from rolltape.rollout.harness import Harness
 from rolltape.rollout.recording import RolloutBatch, Rows
+from rolltape.rollout.rewards import shuffled_components
 from rolltape.rollout.single_turn import SingleTurn
 from rolltape.schema.identity import derived_id, uuid7_many
 from rolltape.schema.reward import RewardComponent
 from rolltape.schema.runline import RunLine
+
+H = TypeVar("H", bound=Harness)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +50,38 @@ def group_id_of(run_id: str, purpose: str, step: int | None, ordinal: int) -> st
     return derived_id(run_id, "group", purpose, "run" if step is None else step, ordinal)
 
 
-class StepRunner:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """How a worker makes its rollouts."""
+
+    worker_id: str
+    lease_s: float
+    rows_per_batch: int  # most rollouts that are generated together
+    shuffle_rewards: bool = False  # a control: rewards that mean nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Rollouts that are generated together. All of them are generated, the wanted ones are recorded."""
+
+    rows: StepRows
+    first: int  # row of the step that comes first here
+    wanted: Rows  # rows of the chunk, ascending
+    batch: RolloutBatch  # of the whole chunk
+    starts: Mapping[int, str]  # event ids of rollout_started by row of the chunk, of the wanted ones
+
+    @property
+    def problems(self) -> list[Problem]:
+        """One for each rollout."""
+        return list(self.rows.problems[self.first : self.first + len(self.batch)])
+
+    @property
+    def places(self) -> list[Place]:
+        """Where each rollout stands in its step."""
+        return self.rows.places[self.first : self.first + len(self.batch)]
+
+
+class StepRunner(ABC, Generic[H]):
     """Completes steps. Calling it again for the same step adds nothing; after a crash it adds what is missing.
 
     An interrupted attempt is abandoned and made again as the next attempt of the same trajectory. The batch is
@@ -52,14 +89,10 @@ class StepRunner:
     recorded twice.
     """
 
-    def __init__(
-        self, harness: SingleTurn, recorder: Recorder, *, worker_id: str, lease_s: float, rows_per_batch: int
-    ) -> None:
+    def __init__(self, harness: H, recorder: Recorder, options: RunnerOptions) -> None:
         self._harness = harness
         self._recorder = recorder
-        self._worker_id = worker_id
-        self._lease_s = lease_s
-        self._rows_per_batch = rows_per_batch
+        self._options = options
 
     def run(self, rows: StepRows, plan: Plan, book: AttemptBook, line: RunLine, sampling: SamplingConfig) -> None:
         """Carry out ``plan``, as :func:`rolltape.rollout.attempts.plan_step` made it for these rows."""
@@ -67,10 +100,36 @@ class StepRunner:
         batch = self._assign(rows, plan, book)
         self._score(rows, plan, book, batch)
         if len(plan.record):
-            self._dispatch(rows, plan, book, batch)
-            for chunk in self._chunks(rows):
-                self._generate(rows, np.intersect1d(plan.record, chunk), chunk, book, batch, sampling)
+            starts = self._dispatch(rows, plan, book, batch)
+            for members in self._chunks(rows):
+                wanted = np.intersect1d(plan.record, members)
+                if len(wanted):
+                    first = int(members[0])
+                    chunk = Chunk(
+                        rows=rows,
+                        first=first,
+                        wanted=wanted - first,
+                        batch=_some(batch, members),
+                        starts={row - first: starts[row] for row in wanted.tolist()},
+                    )
+                    self._generate(chunk, book, sampling)
         self._recorder.flush("spooled")
+
+    @abstractmethod
+    def _generate(self, chunk: Chunk, book: AttemptBook, sampling: SamplingConfig) -> None:
+        """Generate the whole chunk; record its wanted rows and enter them into the book."""
+
+    @abstractmethod
+    def _judge_again(self, problem: Problem, attempt: Attempt) -> tuple[RewardComponent, ...]:
+        """Judge an attempt that ended without a judgement, from what the tape has of it."""
+
+    def _shuffled(
+        self, rows: StepRows, components: Sequence[tuple[RewardComponent, ...]]
+    ) -> Sequence[tuple[RewardComponent, ...]]:
+        """A control's judgements: those of the same rollouts, in another order; others stay as they are."""
+        if not self._options.shuffle_rewards or rows.purpose != "train":
+            return components
+        return shuffled_components(components, rows.seeds[0])
 
     def _abandon(self, rows: StepRows, plan: Plan, book: AttemptBook, line: RunLine) -> None:
         lost: dict[str, list[int]] = {"worker_lost": [], "superseded": []}
@@ -132,22 +191,29 @@ class StepRunner:
         components, places = [], rows.places
         for row in plan.score.tolist():
             attempt = _known(book, places[row])
-            answer = self._harness.answer(attempt.token_ids, ended=attempt.ended == "completed")
-            components.append(self._harness.judge(rows.problems[row], answer))
+            attempt.components = self._judge_again(rows.problems[row], attempt)
             attempt.rewarded = True
+            components.append(attempt.components)
         self._recorder.record_batch("reward_assigned", recording.rewarded(batch.select(plan.score), components))
 
-    def _dispatch(self, rows: StepRows, plan: Plan, book: AttemptBook, batch: RolloutBatch) -> None:
+    def _dispatch(self, rows: StepRows, plan: Plan, book: AttemptBook, batch: RolloutBatch) -> dict[int, str]:
+        """Say what is made before it is; the event id of each row's start."""
         chosen = _some(batch, plan.record)
         environment = self._harness.environment
         prompts = [self._harness.prompt(rows.problems[row]) for row in plan.record.tolist()]
         self._recorder.record_batch(
-            "rollout_dispatched", recording.dispatched(chosen, worker_id=self._worker_id, lease_s=self._lease_s)
+            "rollout_dispatched",
+            recording.dispatched(chosen, worker_id=self._options.worker_id, lease_s=self._options.lease_s),
         )
-        self._recorder.record_batch(
+        started = self._recorder.record_batch(
             "rollout_started",
             recording.started(
-                chosen, environment=environment.name, environment_version=environment.version, prompts=prompts
+                chosen,
+                environment=environment.name,
+                environment_version=environment.version,
+                prompts=prompts,
+                stage=self._harness.stage,
+                harness=self._harness.name,
             ),
         )
         self._recorder.flush("spooled")
@@ -155,42 +221,40 @@ class StepRunner:
         for row in plan.record.tolist():
             trajectory_id, attempt = str(batch.trajectory_ids[row]), batch.attempts[row]
             book.enter(places[row], Attempt(trajectory_id=trajectory_id, attempt=attempt, epoch=epoch, step=rows.step))
+        return dict(zip(plan.record.tolist(), started.event_ids, strict=True))
 
     def _chunks(self, rows: StepRows) -> Iterator[Rows]:
         """Row indices of each batch: whole groups, the same cut every time."""
         ordinals = np.asarray(rows.group_ordinals)
         starts = np.flatnonzero(np.diff(ordinals, prepend=ordinals[0] - 1))
-        groups_per_batch = max(1, self._rows_per_batch // max(1, rows.group_size))
+        groups_per_batch = max(1, self._options.rows_per_batch // max(1, rows.group_size))
         cuts = [*starts[::groups_per_batch].tolist(), len(ordinals)]
         return (np.arange(first, last) for first, last in pairwise(cuts))
 
-    def _generate(
-        self,
-        rows: StepRows,
-        wanted: Rows,
-        chunk: Rows,
-        book: AttemptBook,
-        batch: RolloutBatch,
-        sampling: SamplingConfig,
-    ) -> None:
-        """Generate the whole chunk; record its ``wanted`` rows."""
-        if not len(wanted):
-            return
-        problems = [rows.problems[row] for row in chunk.tolist()]
-        generations = self._harness.generate(problems, [rows.seeds[row] for row in chunk.tolist()], sampling)
+
+class SingleTurnRunner(StepRunner[SingleTurn]):
+    """Steps of rollouts of one action."""
+
+    def _generate(self, chunk: Chunk, book: AttemptBook, sampling: SamplingConfig) -> None:
+        """One action each, as one batch."""
+        seeds = chunk.rows.seeds[chunk.first : chunk.first + len(chunk.batch)]
+        generations = self._harness.generate(chunk.problems, seeds, sampling)
         texts = self._harness.texts(generations)
-        of_chunk = _some(batch, chunk)
         engine = self._harness.engine
         actions = recording.sampled(
-            of_chunk, generations, sampling, engine_id=engine.engine_id, engine=engine.info, texts=texts
+            chunk.batch, generations, sampling, engine_id=engine.engine_id, engine=engine.info, texts=texts
         )
-        ends = recording.ended(of_chunk, generations)
-        rewards = recording.rewarded(of_chunk, self._judge(problems, generations, texts))
-        local = wanted - chunk[0]
-        for kind, columns in (("action_sampled", actions), ("rollout_ended", ends), ("reward_assigned", rewards)):
-            chosen = columns if len(local) == len(chunk) else recording.select_rows(columns, local)
-            self._recorder.record_batch(kind, chosen, len(local))
-        _note(rows, wanted, int(chunk[0]), book, generations)
+        ends = recording.ended(chunk.batch, generations)
+        judged = self._shuffled(chunk.rows, self._judge(chunk.problems, generations, texts))
+        rewards = recording.rewarded(chunk.batch, judged)
+        events = [("action_sampled", actions), ("rollout_ended", ends), ("reward_assigned", rewards)]
+        if self._options.shuffle_rewards:
+            # An attempt that ended could not be judged again: its reward is another one's.
+            events[1:] = reversed(events[1:])
+        for kind, columns in events:
+            chosen = columns if len(chunk.wanted) == len(chunk.batch) else recording.select_rows(columns, chunk.wanted)
+            self._recorder.record_batch(kind, chosen, len(chunk.wanted))
+        _note(chunk, book, generations)
 
     def _judge(
         self, problems: Sequence[Problem], generations: GenerationBatch, texts: Sequence[str]
@@ -201,14 +265,18 @@ class StepRunner:
             for problem, text, reason in zip(problems, texts, reasons, strict=True)
         ]
 
+    def _judge_again(self, problem: Problem, attempt: Attempt) -> tuple[RewardComponent, ...]:
+        answer = self._harness.answer(attempt.token_ids, ended=attempt.ended == "completed")
+        return self._harness.judge(problem, answer)
 
-def _note(rows: StepRows, wanted: Rows, first: int, book: AttemptBook, generations: GenerationBatch) -> None:
+
+def _note(chunk: Chunk, book: AttemptBook, generations: GenerationBatch) -> None:
     """Enter what was recorded into the book, as a later start would read it from the tape."""
-    places, offsets, token_ids = rows.places, generations.offsets.tolist(), generations.token_ids.tolist()
-    for row in wanted.tolist():
+    places, offsets, token_ids = chunk.places, generations.offsets.tolist(), generations.token_ids.tolist()
+    for row in chunk.wanted.tolist():
         attempt = _known(book, places[row])
-        attempt.token_ids = token_ids[offsets[row - first] : offsets[row - first + 1]]
-        attempt.ended = "completed" if generations.finish_reasons[row - first] == "stop" else "truncated"
+        attempt.token_ids = token_ids[offsets[row] : offsets[row + 1]]
+        attempt.ended, _ = recording.ENDS[generations.finish_reasons[row]]
         attempt.rewarded = True
 
 

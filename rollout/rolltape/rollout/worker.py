@@ -22,13 +22,18 @@ from rolltape.ingest.recorder import Recorder
 from rolltape.numerics.device import select_device, set_deterministic
 from rolltape.numerics.models import ModelSpec, build_model, build_tokenizer, model_spec
 from rolltape.rollout import attempts, tape
+from rolltape.rollout.agent_config import AgentConfig
+from rolltape.rollout.agent_environment import AgentEnvironment
+from rolltape.rollout.agent_harness import AgentHarness
+from rolltape.rollout.agent_step import AgentRunner
 from rolltape.rollout.attempts import AttemptBook, plan_step
 from rolltape.rollout.engine import SamplingConfig
 from rolltape.rollout.environments import make_environment
 from rolltape.rollout.evaluation import evaluate
+from rolltape.rollout.harness import Harness
 from rolltape.rollout.pace import LockStep, Pace, Portion, RunAhead
 from rolltape.rollout.single_turn import SingleTurn
-from rolltape.rollout.step import StepRunner
+from rolltape.rollout.step import RunnerOptions, SingleTurnRunner, StepRunner
 from rolltape.rollout.tape import CompletedStep, RunTape, read_to
 from rolltape.rollout.transformers_engine import TransformersEngine
 from rolltape.rollout.weight_client import WeightClient, activation_hook
@@ -60,6 +65,8 @@ class WorkerConfig:
     num_threads: int = 1
     max_steps: int = 300
     max_lead_steps: int = 0  # 0: lock step; else so many steps ahead of the trainer at most
+    agent: AgentConfig = field(default_factory=AgentConfig)  # of environments of several turns
+    shuffle_rewards: bool = False  # a control: rewards of a batch in another order, marked so on the tape
     evaluate_heldout: bool = True  # worker 0 evaluates the final version on the held-out problems
     policy_id: str = "actor"
     rows_per_batch: int = 1024  # most rollouts that are generated at once; whole groups, at least one
@@ -99,7 +106,12 @@ class Worker:
     """One worker over parts that are made elsewhere; :func:`run_worker` makes the usual ones."""
 
     def __init__(
-        self, config: WorkerConfig, log: EventLog, recorder: Recorder, harness: SingleTurn, weights: WeightClient
+        self,
+        config: WorkerConfig,
+        log: EventLog,
+        recorder: Recorder,
+        harness: SingleTurn | AgentHarness,
+        weights: WeightClient,
     ) -> None:
         self._config = config
         self._log = log
@@ -107,18 +119,35 @@ class Worker:
         self._harness = harness
         self._weights = weights
         self._sampling = harness.sampling(config.sampling)
-        self._runner = StepRunner(
-            harness,
-            recorder,
-            worker_id=config.worker_id,
-            lease_s=config.lease_s,
-            rows_per_batch=config.rows_per_batch,
-        )
+        self._runner = self._make_runner(harness)
         self._pace = pace_of(config, harness)
         self._tape = RunTape(config.run_id, config.policy_id, follow_groups=config.max_lead_steps > 0)
         self._book = AttemptBook(config.run_id, config.worker_id)
         self._done = 0  # number of the last complete share
         self._stop = threading.Event()
+        self._reader: LogReader | None = None
+
+    def _make_runner(self, harness: SingleTurn | AgentHarness) -> StepRunner[Any]:
+        config = self._config
+        options = RunnerOptions(
+            worker_id=config.worker_id,
+            lease_s=config.lease_s,
+            rows_per_batch=config.rows_per_batch,
+            shuffle_rewards=config.shuffle_rewards,
+        )
+        if isinstance(harness, AgentHarness):
+            harness.check(self._sampling)
+            return AgentRunner(harness, self._recorder, options, before_turn=self._take_new_weights)
+        return SingleTurnRunner(harness, self._recorder, options)
+
+    def _take_new_weights(self) -> None:
+        """Between two turns: a worker that runs ahead goes on with what was committed meanwhile.
+
+        In lock step nothing may change: the version that a step is sampled by follows from the step.
+        """
+        if self._config.max_lead_steps and self._config.agent.switch_between_turns and self._reader is not None:
+            self._tape.read(self._reader, 0.0)
+            self._weights.reconcile(self._tape)
 
     def stop(self) -> None:
         """Leave at the next opportunity."""
@@ -128,6 +157,7 @@ class Worker:
         """Work until the run's last version is in effect (and evaluated): :data:`DONE`, or :data:`TERMINATED`."""
         self._recorder.wait_for_older_epochs(self._config.flush_timeout_s)
         reader = self._log.reader(tape.start_of(self._log, self._tape), topics=tape.TOPICS, kinds=tape.KINDS)
+        self._reader = reader
         try:
             read_to(reader, self._log.end(), tape.TOPICS, self._tape.apply)
             self._wait_for_run(reader)
@@ -135,6 +165,7 @@ class Worker:
                 self._join()
             return self._follow(reader)
         finally:
+            self._reader = None
             reader.close()
 
     def _wait_for_run(self, reader: LogReader) -> None:
@@ -230,7 +261,7 @@ class Worker:
         self._recorder.flush("logged", self._config.flush_timeout_s)
 
 
-def pace_of(config: WorkerConfig, harness: SingleTurn) -> Pace:
+def pace_of(config: WorkerConfig, harness: Harness) -> Pace:
     """Lock step, or ahead of the trainer."""
     portion = Portion(
         run_id=config.run_id,
@@ -260,7 +291,12 @@ def make_worker(config: WorkerConfig, log: EventLog, recorder: Recorder, root: L
     model = build_model(config.model, config.seed).to(select_device())
     hook = activation_hook(recorder, config.worker_id)
     engine = TransformersEngine(model, engine_id=config.worker_id, on_activated=hook)
-    harness = SingleTurn(engine, environment, tokenizer, max_length=model_spec(config.model).max_length)
+    max_length = model_spec(config.model).max_length
+    harness: SingleTurn | AgentHarness
+    if isinstance(environment, AgentEnvironment):
+        harness = AgentHarness(engine, environment, tokenizer, max_length=max_length, config=config.agent)
+    else:
+        harness = SingleTurn(engine, environment, tokenizer, max_length=max_length)
     return Worker(config, log, recorder, harness, WeightClient(engine, recorder, root))
 
 
