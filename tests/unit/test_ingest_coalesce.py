@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from rolltape.ingest.coalesce import HELD_BYTES
 from rolltape.ingest.memory import MemoryLog
 from rolltape.ingest.recorder import MAX_RECORD_BYTES, Recorder
-from rolltape.ingest.routing import only_key, partition_of
+from rolltape.ingest.routing import partition_of, spread
 from rolltape.schema.codec import Record, decode
 
 LONG_S = 3600.0
@@ -194,7 +195,58 @@ def test_a_dead_letter_goes_where_its_event_would_have_gone(four: tuple[Log, Rec
 
 
 @pytest.mark.parametrize(
-    ("column", "key"), [("g", "g"), (["g", "g"], "g"), (["g", "h"], None), ([], None), (None, None), ([None], None)]
+    ("groups", "num_rows", "order"),
+    [
+        ("g", {2: 4}, None),
+        (["g"] * 4, {2: 4}, None),
+        (["g", "g", "h", "h"], {2: 2, 3: 2}, None),
+        (["h", "g", "h", "g"], {2: 2, 3: 2}, [1, 3, 0, 2]),
+        (np.array(["h", "g", "h", "g"]), {2: 2, 3: 2}, [1, 3, 0, 2]),
+        (pa.array(["h", None, "h", None]), {2: 2, 3: 2}, [1, 3, 0, 2]),
+    ],
 )
-def test_one_key_stands_for_all_rows_where_it_does(column: Any, key: str | None) -> None:
-    assert only_key(column) == key
+def test_rows_are_sorted_by_partition_and_keep_their_order(
+    groups: Any, num_rows: dict[int, int], order: list[int] | None
+) -> None:
+    found = spread({"group_id": groups, "trajectory_id": "g"}, "run", "rollout", 4, 4)
+    assert found is not None
+    assert found.num_rows == num_rows
+    assert (found.order is None) if order is None else (found.order is not None and found.order.tolist() == order)
+
+
+@pytest.mark.parametrize("groups", [["g", "g"], [1, 2, 3, 4], [b"g"] * 4, ["g", "g", "g", "\ud800"]])
+def test_keys_that_are_no_texts_are_left_to_validation(groups: list[Any]) -> None:
+    assert spread({"group_id": groups, "trajectory_id": "t"}, "run", "rollout", 4, 4) is None
+
+
+def test_what_no_key_names_goes_with_its_run() -> None:
+    columns: dict[str, dict[str, Any]] = {"rollout": {}, "teacher": {"group_id": ["g", "h"]}}
+    for topic, keys in columns.items():
+        found = spread(keys, "run", topic, 4, 2)
+        assert found is not None
+        assert found.num_rows == {partition_of("run", 4): 2}
+
+
+def test_an_array_in_a_list_may_be_used_again_by_its_owner() -> None:
+    log = Log(LONG_S)
+    ids = np.array([5, 6], dtype=np.int32)
+    with recorder(log) as opened:
+        start(opened, "t", prompt_token_ids=ids)
+        ids[:] = 99
+        opened.flush()
+    (rows,) = log.lanes()
+    assert rows[0]["rollout_started"]["prompt_token_ids"] == [5, 6]
+
+
+def test_held_rows_of_different_columns_fill_one_record() -> None:
+    log = Log(LONG_S)
+    with recorder(log) as opened:
+        start(opened, "t0", prompt_token_ids=[1])
+        start(opened, "t1", prompt_text="2 + 2?", problem_id="p")
+        start(opened, "t2", prompt_token_ids=[3])
+        opened.flush()
+    assert [record.headers.num_rows for record in log.records] == [3]
+    (rows,) = log.lanes()
+    told = [(row["problem_id"], *map(row["rollout_started"].get, ("prompt_token_ids", "prompt_text"))) for row in rows]
+    assert told == [(None, [1], None), ("p", None, "2 + 2?"), (None, [3], None)]
+    assert [row["lane_seq"] for row in rows] == [0, 1, 2]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolltape.ingest.event_index import AttemptCounters
+from rolltape.ingest.event_index import AttemptCounters, attempts_of
 from rolltape.ingest.memory import MemoryLog, MemoryProducer
 from rolltape.ingest.recorder import MAX_RECORD_BYTES, Recorder
 from rolltape.ingest.routing import partition_of
@@ -297,10 +297,10 @@ def test_threads_share_a_recorder() -> None:
 
 def test_indexes_go_on_after_an_end_and_are_bounded() -> None:
     counters = AttemptCounters()
-    columns = {"trajectory_id": ["a", "b", "a"], "attempt": [0, 0, 1]}
-    assert counters.preview(columns, 3) == [0, 0, 0]
-    counters.advance(columns, [0, 0, 0], 3, ended=False)
-    again = {"trajectory_id": ["a", "a", "b"], "attempt": 0}
-    assert counters.preview(again, 3) == counters.preview(again, 3) == [1, 2, 1]
-    counters.advance(again, [1, 2, 1], 3, ended=True)
-    assert counters.preview(again, 3) == [3, 4, 2]
+    first = attempts_of({"trajectory_id": ["a", "b", "a"], "attempt": [0, 0, 1]}, 3)
+    assert counters.preview(first) == [0, 0, 0]
+    counters.advance(first, [0, 0, 0], ended=False)
+    again = attempts_of({"trajectory_id": ["a", "a", "b"], "attempt": 0}, 3)
+    assert counters.preview(again) == counters.preview(again) == [1, 2, 1]
+    counters.advance(again, [1, 2, 1], ended=True)
+    assert counters.preview(again) == [3, 4, 2]

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from rolltape.schema.codec import conform, pruned
 from rolltape.schema.cursor import Partition
 from rolltape.schema.kinds import Kind
 
@@ -22,23 +23,35 @@ HELD_BYTES: Final = 512 << 10
 
 
 class LaneBatch(NamedTuple):
-    """Stamped rows of one kind, next in their lane."""
+    """Stamped rows of one kind, next in their lane from ``first_lane_seq`` on.
+
+    ``rows`` are pruned: of a record's columns they have those with values (:func:`rolltape.schema.stream.pruned`).
+    """
 
     spec: Kind
     partition: Partition
+    first_lane_seq: int
     rows: pa.RecordBatch
 
 
 @dataclass(slots=True)
 class _Held:
-    spec: Kind
+    first: LaneBatch
     since: float
     batches: list[pa.RecordBatch] = field(default_factory=list)
     num_bytes: int = 0
 
-    def joined(self, partition: Partition) -> LaneBatch:
-        rows = self.batches[0] if len(self.batches) == 1 else pa.concat_batches(self.batches)
-        return LaneBatch(self.spec, partition, rows)
+    def joined(self) -> LaneBatch:
+        return self.first._replace(rows=_joined(self.first.spec.name, self.batches))
+
+
+def _joined(kind: str, batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """The rows of pruned batches of one kind, pruned."""
+    if len(batches) == 1:
+        return batches[0]
+    if any(batch.schema is not batches[0].schema and batch.schema != batches[0].schema for batch in batches):
+        return pruned(pa.concat_batches([conform(batch, kind) for batch in batches]))
+    return pa.concat_batches(batches)
 
 
 class Coalescer:
@@ -57,22 +70,22 @@ class Coalescer:
         """Take a batch, and give back what may be encoded now, in the lane's order."""
         if self.linger_s <= 0:
             return [batch]
-        num_bytes = batch.rows.get_total_buffer_size()
+        num_bytes = batch.rows.nbytes
         held = self._held.get(batch.partition)
-        if held is not None and held.spec is batch.spec and num_bytes < HELD_BYTES:
+        if held is not None and held.first.spec is batch.spec and num_bytes < HELD_BYTES:
             held.batches.append(batch.rows)
             held.num_bytes += num_bytes
             return self.take(batch.partition) if held.num_bytes >= HELD_BYTES else []
         ready = self.take(batch.partition)
         if num_bytes >= HELD_BYTES:
             return [*ready, batch]
-        self._held[batch.partition] = _Held(batch.spec, time.monotonic(), [batch.rows], num_bytes)
+        self._held[batch.partition] = _Held(batch, time.monotonic(), [batch.rows], num_bytes)
         return ready
 
     def take(self, partition: Partition) -> list[LaneBatch]:
         """What is held of one lane, which holds nothing then."""
         held = self._held.pop(partition, None)
-        return [] if held is None else [held.joined(partition)]
+        return [] if held is None else [held.joined()]
 
     def take_all(self) -> list[LaneBatch]:
         """Everything that is held."""
@@ -94,5 +107,8 @@ class Coalescer:
 
 
 def own(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """``columns`` with copies of NumPy arrays: their owner may change them while rows made of them are held."""
+    """``columns`` with copies of NumPy arrays: their owner may change them while rows made of them are held.
+
+    Arrays inside lists are copied anyway, when they become one column.
+    """
     return {name: value.copy() if isinstance(value, np.ndarray) else value for name, value in columns.items()}

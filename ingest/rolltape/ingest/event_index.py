@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -11,6 +11,7 @@ import pyarrow as pa
 
 _MAX_ENDED: Final = 65_536
 _INDEX_LIMIT: Final = 2**31
+_HASHABLE: Final = frozenset((str, bytes, int, float, bool, type(None)))
 
 Attempt = tuple[Any, Any]
 
@@ -25,6 +26,17 @@ def as_list(value: Any, num_rows: int) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value] * num_rows
 
 
+def attempts_of(columns: Mapping[str, Any], num_rows: int) -> list[Attempt]:
+    """The (trajectory, attempt) of each row, of whatever a caller gave, as something that can be looked up."""
+    trajectories = as_list(columns.get("trajectory_id"), num_rows)
+    attempts = as_list(columns.get("attempt"), num_rows)
+    if not _HASHABLE.issuperset(map(type, trajectories)):
+        trajectories = [_hashable(value) for value in trajectories]
+    if not _HASHABLE.issuperset(map(type, attempts)):
+        attempts = [_hashable(value) for value in attempts]
+    return list(zip(trajectories, attempts, strict=True))
+
+
 class AttemptCounters:
     """The next ``event_index`` of each (trajectory, attempt); of ended ones only the newest are remembered."""
 
@@ -33,23 +45,24 @@ class AttemptCounters:
         self._next: dict[Attempt, int] = {}
         self._ended: OrderedDict[Attempt, int] = OrderedDict()
 
-    def preview(self, columns: Mapping[str, Any], num_rows: int) -> Any:
-        """Indexes of the rows: those given, else the next ones. Nothing is counted yet."""
-        if "event_index" in columns:
-            return columns["event_index"]
+    def preview(self, attempts: Sequence[Attempt]) -> list[int]:
+        """The next indexes of rows of these attempts. Nothing is counted yet."""
+        known, ended = self._next, self._ended
         taken: dict[Attempt, int] = {}
         indexes = []
-        for attempt in _attempts(columns, num_rows):
+        for attempt in attempts:
             index = taken.get(attempt)
             if index is None:
-                index = self._next.get(attempt, self._ended.get(attempt, 0))
+                index = known.get(attempt)
+                if index is None:
+                    index = ended.get(attempt, 0)
             taken[attempt] = index + 1
             indexes.append(index)
         return indexes
 
-    def advance(self, columns: Mapping[str, Any], indexes: Any, num_rows: int, *, ended: bool) -> None:
-        """Count rows that took ``indexes``; ``ended`` says that they were the attempts' last."""
-        for attempt, index in zip(_attempts(columns, num_rows), as_list(indexes, num_rows), strict=True):
+    def advance(self, attempts: Sequence[Attempt], indexes: Sequence[Any], *, ended: bool) -> None:
+        """Count rows of ``attempts`` that took ``indexes``; ``ended`` says that they were the attempts' last."""
+        for attempt, index in zip(attempts, indexes, strict=True):
             # An index that no event can have is refused with its row and must not become the attempt's next one.
             if not isinstance(index, int) or not 0 <= index < _INDEX_LIMIT:
                 continue
@@ -60,14 +73,6 @@ class AttemptCounters:
                 self._next[attempt] = following
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
-
-
-def _attempts(columns: Mapping[str, Any], num_rows: int) -> list[Attempt]:
-    trajectories = as_list(columns.get("trajectory_id"), num_rows)
-    attempts = as_list(columns.get("attempt"), num_rows)
-    return [
-        (_hashable(trajectory), _hashable(attempt)) for trajectory, attempt in zip(trajectories, attempts, strict=True)
-    ]
 
 
 def _hashable(value: Any) -> Any:

@@ -20,17 +20,17 @@ import numpy as np
 import pyarrow as pa
 
 from rolltape.ingest.coalesce import Coalescer, LaneBatch, own
-from rolltape.ingest.event_index import AttemptCounters, as_list
+from rolltape.ingest.event_index import AttemptCounters, as_list, attempts_of
 from rolltape.ingest.log import EventLog, Level, LogProducer
 from rolltape.ingest.refused import dead_letter_batch, letter_of_refused_row, letter_of_row, microseconds
-from rolltape.ingest.routing import only_key, partition_of, rows_by_partition
-from rolltape.schema.build import RefusedRow, build_batch, with_columns
-from rolltape.schema.codec import Record, make_record
+from rolltape.ingest.routing import Spread, partition_of, rows_by_partition, spread
+from rolltape.schema.build import RefusedRow, build_batch, rows_of, with_columns
+from rolltape.schema.codec import Record, make_record, pruned, record_of_lane
 from rolltape.schema.convert import is_plain
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import BackpressureTimeout, ConfigError, StorageFullError, ValidationError
 from rolltape.schema.identity import uuid7_many
-from rolltape.schema.kinds import Kind, Topic, kind_named
+from rolltape.schema.kinds import Kind, kind_named
 from rolltape.schema.validate import Limits, validate
 
 MAX_RECORD_BYTES: Final = 1 << 20
@@ -168,52 +168,73 @@ class Recorder:
         return prepared
 
     def _prepare(self, spec: Kind, columns: Mapping[str, Any], num_rows: int) -> Receipt:
-        stamped = own(columns) if self._held.linger_s else dict(columns)
+        stamped = dict(columns)
         event_ids = as_list(columns.get("event_id"), num_rows) if "event_id" in columns else uuid7_many(num_rows)
         stamped["event_id"] = event_ids
         if "recorded_at" not in columns:
             stamped["recorded_at"] = microseconds(time.time_ns() // 1000, num_rows)
         if self._tenant is not None:
             stamped.setdefault("tenant", self._tenant)
+        attempts = attempts_of(columns, num_rows) if spec.indexed else []
         if spec.indexed:
-            indexes = self._attempts.preview(columns, num_rows)
-            stamped["event_index"] = indexes
+            indexes = stamped.setdefault("event_index", self._attempts.preview(attempts))
             if spec.name == "rollout_ended":
                 stamped.setdefault("last_event_index", indexes)
-        whole = self._whole_partition(spec.topic, columns)
-        stamped.update(self._stamps(whole or Partition(spec.topic, 0), num_rows))
+        lanes = spread(stamped, self._run_id, spec.topic, self._log.num_partitions(spec.topic), num_rows)
+        refused: tuple[RefusedRow, ...] = ()
+        if lanes is None or not self._enqueue_sound(spec, stamped, lanes):
+            refused = self._enqueue_sifted(spec, stamped, num_rows, lanes)
+        if spec.indexed:
+            indexes = as_list(stamped["event_index"], num_rows)
+            self._attempts.advance(attempts, indexes, ended=spec.name == "rollout_ended")
+        self.num_recorded += num_rows - len(refused)
+        self.num_refused += len(refused)
+        return Receipt(event_ids=event_ids, refused=refused)
+
+    def _enqueue_sound(self, spec: Kind, stamped: dict[str, Any], lanes: Spread) -> bool:
+        """Queue rows that all keep their spec, by slices of one batch; False, and nothing is queued, where some do not.
+
+        The columns are sorted by partition before the batch is built: its rows are never copied again.
+        """
+        if lanes.order is not None:
+            stamped = {name: rows_of(value, lanes.order) for name, value in stamped.items()}
+        elif self._held.linger_s:
+            stamped = own(stamped)
+        firsts = [(self._next_seq.get(Partition(spec.topic, at), 0), rows) for at, rows in lanes.num_rows.items()]
+        lane_seq = np.concatenate([np.arange(first, first + rows, dtype=np.int64) for first, rows in firsts])
+        built = build_batch(spec.name, {**stamped, **self._stamps(), "lane_seq": lane_seq}, len(lane_seq))
+        if built.refused or validate(built.batch, self._limits):
+            return False
+        batch, start = pruned(built.batch), 0
+        for number, rows in lanes.num_rows.items():
+            self._enqueue_lane(spec, Partition(spec.topic, number), batch.slice(start, rows), [])
+            start += rows
+        return True
+
+    def _enqueue_sifted(
+        self, spec: Kind, stamped: dict[str, Any], num_rows: int, lanes: Spread | None
+    ) -> tuple[RefusedRow, ...]:
+        """Queue the rows that keep their spec, and a dead letter behind them for each that does not."""
+        if self._held.linger_s:
+            stamped = own(stamped)
+        # As they would be in one lane. They are given anew once it is known which rows stay.
+        only = next(iter(lanes.num_rows)) if lanes is not None and len(lanes.num_rows) == 1 else 0
+        first = self._next_seq.get(Partition(spec.topic, only), 0)
+        stamped = {**stamped, **self._stamps(), "lane_seq": np.arange(first, first + num_rows, dtype=np.int64)}
         built = build_batch(spec.name, stamped, num_rows)
         refused, batch = self._set_aside(spec.name, built.batch, built.kept_rows)
-        if spec.indexed:
-            self._attempts.advance(columns, stamped["event_index"], num_rows, ended=spec.name == "rollout_ended")
-        refused_rows = tuple(sorted((*built.refused, *(row for row, _ in refused)), key=lambda row: row.row))
         letters = [letter_of_refused_row(spec.name, row, stamped, num_rows) for row in built.refused]
         letters += [letter for _, letter in refused]
-        if whole is not None:
-            self._enqueue_lane(spec, whole, batch, letters, exact=not refused_rows)
-        else:
-            self._enqueue_by_key(spec, batch, letters)
-        self.num_recorded += num_rows - len(refused_rows)
-        self.num_refused += len(refused_rows)
-        return Receipt(event_ids=event_ids, refused=refused_rows)
+        self._enqueue_by_key(spec, batch, letters)
+        return tuple(sorted((*built.refused, *(row for row, _ in refused)), key=lambda row: row.row))
 
-    def _whole_partition(self, topic: Topic, columns: Mapping[str, Any]) -> Partition | None:
-        """The partition of all rows, where one key stands for them all: a worker's batch is one group."""
-        num_partitions = self._log.num_partitions(topic)
-        if num_partitions == 1:
-            return Partition(topic, 0)
-        key = only_key(columns.get("group_id")) if topic == "rollout" else self._run_id
-        return None if key is None else Partition(topic, partition_of(key, num_partitions))
-
-    def _stamps(self, partition: Partition, num_rows: int) -> dict[str, Any]:
-        """What the recorder alone fills; lane numbers are right if all rows go to ``partition`` and none is refused."""
-        first = self._next_seq.get(partition, 0)
+    def _stamps(self) -> dict[str, Any]:
+        """What the recorder alone fills, but for the lane numbers."""
         return {
             "run_id": self._run_id,
             "run_epoch": self._run_epoch,
             "producer_id": self._producer.producer_id,
             "producer_epoch": self._producer.epoch,
-            "lane_seq": np.arange(first, first + num_rows, dtype=np.int64),
         }
 
     def _set_aside(
@@ -246,31 +267,40 @@ class Recorder:
             key = letter.get("group_id") or letter.get("trajectory_id") or self._run_id
             letters_by.setdefault(partition_of(key, num_partitions), []).append(letter)
         for number in sorted(by_partition.keys() | letters_by.keys()):
-            part = by_partition.get(number, batch.slice(0, 0))
-            self._enqueue_lane(spec, Partition(spec.topic, number), part, letters_by.get(number, []), exact=False)
+            partition, part = Partition(spec.topic, number), by_partition.get(number, batch.slice(0, 0))
+            first = self._next_seq.get(partition, 0)
+            if part.num_rows:
+                numbers = np.arange(first, first + part.num_rows, dtype=np.int64)
+                part = pruned(with_columns(part, {"lane_seq": numbers}))
+            self._enqueue_lane(spec, partition, part, letters_by.get(number, []))
 
     def _enqueue_lane(
-        self, spec: Kind, partition: Partition, batch: pa.RecordBatch, letters: list[dict[str, Any]], *, exact: bool
+        self, spec: Kind, partition: Partition, rows: pa.RecordBatch, letters: list[dict[str, Any]]
     ) -> None:
-        """Number a batch and the dead letters behind it, and queue them as records of at most about 1 MiB."""
+        """Queue pruned rows that have the lane's next numbers, and the dead letters behind them."""
         first = self._next_seq.get(partition, 0)
-        if batch.num_rows:
-            if not exact:
-                batch = with_columns(batch, {"lane_seq": np.arange(first, first + batch.num_rows, dtype=np.int64)})
-            self._queue(self._held.add(LaneBatch(spec, partition, batch)))
+        if rows.num_rows:
+            self._queue(self._held.add(LaneBatch(spec, partition, first, rows)))
         if letters:
             self._queue(self._held.take(partition))
-            record = make_record(self._letter_batch(letters, first + batch.num_rows), partition=partition.partition)
+            record = make_record(self._letter_batch(letters, first + rows.num_rows), partition=partition.partition)
             # Beside the events that it stands in for, so that readers of their topic see it in its place.
-            self._outbox.append(replace_topic(record, spec.topic))
-        self._next_seq[partition] = first + batch.num_rows + len(letters)
+            self._outbox.append(replace(record, topic=spec.topic))
+        self._next_seq[partition] = first + rows.num_rows + len(letters)
 
     def _queue(self, batches: Iterable[LaneBatch]) -> None:
-        """Encode what waits no longer."""
-        for spec, partition, rows in batches:
-            self._outbox += [
-                replace_topic(make_record(part, partition=partition.partition), spec.topic) for part in split(rows)
-            ]
+        """Encode what waits no longer, as records of at most about 1 MiB."""
+        for spec, partition, first, rows in batches:
+            for start, part in split(rows):
+                record = record_of_lane(
+                    spec,
+                    part,
+                    partition=partition.partition,
+                    producer_id=self._producer.producer_id,
+                    producer_epoch=self._producer.epoch,
+                    first_lane_seq=first + start,
+                )
+                self._outbox.append(record)
 
     def _letter_batch(self, letters: list[dict[str, Any]], first_seq: int) -> pa.RecordBatch:
         now = time.time_ns() // 1000
@@ -384,18 +414,12 @@ class Recorder:
         self.close()
 
 
-def replace_topic(record: Record, topic: Topic) -> Record:
-    """The record on ``topic`` (a dead letter goes where the refused event would have gone)."""
-    return record if record.topic == topic else replace(record, topic=topic)
-
-
-def split(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
-    """Parts of at most about 1 MiB before compression, of at least one row each."""
-    # What the buffers hold in all is a bound that costs a tenth of the exact size.
-    if batch.num_rows < 2 or batch.get_total_buffer_size() <= MAX_RECORD_BYTES or batch.nbytes <= MAX_RECORD_BYTES:
-        return [batch]
+def split(batch: pa.RecordBatch, start: int = 0) -> list[tuple[int, pa.RecordBatch]]:
+    """Parts of at most about 1 MiB before compression, of at least one row each, with the row that each starts at."""
+    if batch.num_rows < 2 or batch.nbytes <= MAX_RECORD_BYTES:
+        return [(start, batch)]
     half = batch.num_rows // 2
-    return split(batch.slice(0, half)) + split(batch.slice(half))
+    return split(batch.slice(0, half), start) + split(batch.slice(half), start + half)
 
 
 def _count_rows(columns: Mapping[str, Any], num_rows: int | None) -> int:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from rolltape.ingest.event_index import as_list
+
+_TEXTS: Final = frozenset((str, type(None)))
 
 
 def partition_of(key: str, num_partitions: int) -> int:
@@ -20,21 +25,56 @@ def partition_of(key: str, num_partitions: int) -> int:
     return zlib.crc32(key.encode()) % num_partitions
 
 
-def only_key(column: Any) -> str | None:
-    """The key that stands for all rows of a caller's column; None where there are several, or it has to be looked at.
+class Spread(NamedTuple):
+    """Where the rows of a batch go: ``num_rows`` of each partition, partitions ascending.
 
-    >>> only_key(["g", "g"])
-    'g'
+    ``order`` (int64 ``[rows]``) sorts the rows by partition, those of one partition in their order; None where they lie
+    so already.
     """
-    if isinstance(column, (list, tuple)) and column and column.count(column[0]) == len(column):
-        column = column[0]
-    return column if type(column) is str else None
+
+    num_rows: dict[int, int]
+    order: npt.NDArray[np.int64] | None
+
+
+def spread(columns: Mapping[str, Any], run_id: str, topic: str, num_partitions: int, num_rows: int) -> Spread | None:
+    """Where rows of a caller's columns go; None where some key is no text, which is for validation to say.
+
+    The key is the group, else the trajectory, else the run. A worker's batch is often one group.
+
+    >>> spread({"group_id": ["h", "g"]}, "run", "rollout", 4, 2)
+    Spread(num_rows={2: 1, 3: 1}, order=array([1, 0]))
+    """
+    if num_partitions == 1:
+        return Spread({0: num_rows}, None)
+    keys = _keys(columns, num_rows) if topic == "rollout" else None
+    if keys is None:
+        return None if topic == "rollout" else Spread({partition_of(run_id, num_partitions): num_rows}, None)
+    try:
+        of_key = {key: partition_of(run_id if key is None else key, num_partitions) for key in set(keys)}
+    except UnicodeEncodeError:
+        return None
+    if len(set(of_key.values())) == 1:
+        return Spread({next(iter(of_key.values())): num_rows}, None)
+    numbers = np.fromiter(map(of_key.__getitem__, keys), np.int64, num_rows)
+    found, counts = np.unique(numbers, return_counts=True)
+    order = None if (numbers[1:] >= numbers[:-1]).all() else np.argsort(numbers, kind="stable")
+    return Spread(dict(zip(found.tolist(), counts.tolist(), strict=True)), order)
+
+
+def _keys(columns: Mapping[str, Any], num_rows: int) -> list[str | None] | None:
+    """The key of each row, None where only the run is left; no list where a value is neither text nor null."""
+    keys = as_list(columns.get("group_id"), num_rows)
+    if None in keys:
+        others = as_list(columns.get("trajectory_id"), num_rows)
+        keys = [other if key is None else key for key, other in zip(keys, others, strict=False)]
+    return keys if len(keys) == num_rows and _TEXTS.issuperset(map(type, keys)) else None
 
 
 def rows_by_partition(batch: pa.RecordBatch, topic: str, num_partitions: int) -> dict[int, pa.RecordBatch]:
     """The rows of each partition that the rows' keys name: the group, else the trajectory, else the run.
 
-    Rows keep their order. Rows that lie together are not copied: a worker's batch is one group, and so one partition.
+    Rows keep their order. Rows that lie together are not copied. For batches whose keys :func:`spread` cannot tell, or
+    of which rows were refused.
     """
     names = ("group_id", "trajectory_id", "run_id") if topic == "rollout" else ("run_id",)
     if not batch.num_rows:

@@ -94,6 +94,27 @@ def with_columns(batch: pa.RecordBatch, columns: Mapping[str, Any]) -> pa.Record
     return assemble(layout, top, children)
 
 
+def rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
+    """The values of a column for ``rows`` (int64, indices into it), in their order; a plain value as it is."""
+    if is_plain(value):
+        return value
+    if isinstance(value, pa.Array) and len(rows):
+        return _arrow_rows(value, rows)
+    if isinstance(value, (pa.Array, pa.ChunkedArray)):
+        return value.take(pa.array(rows))
+    if isinstance(value, np.ndarray):
+        return value[rows]
+    return [value[row] for row in rows.tolist()]
+
+
+def _arrow_rows(array: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Array:
+    """Runs of neighbours are joined, which copies lists ten times faster than taking them row by row."""
+    firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    lengths = np.diff(firsts, append=len(rows))
+    runs = zip(rows[firsts].tolist(), lengths.tolist(), strict=True)
+    return pa.concat_arrays([array.slice(start, length) for start, length in runs])
+
+
 def _place_all(
     layout: Layout, places: Mapping[str, Place], arrays: Mapping[str, pa.Array], num_rows: int
 ) -> pa.RecordBatch:
@@ -141,7 +162,7 @@ def _unfit_rows(
             if row in refusals:
                 continue
             try:
-                convert(_rows_of(columns[name], np.array([row])), place, 1)
+                convert(rows_of(columns[name], np.array([row])), place, 1)
             except _UNFIT as error:
                 refusals[row] = _explain(error, _value_of(columns[name], row), place)
     return refusals
@@ -173,16 +194,6 @@ def _all_integers(value: Any) -> bool:
     )
 
 
-def _rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
-    if is_plain(value):
-        return value
-    if isinstance(value, (pa.Array, pa.ChunkedArray)):
-        return value.take(pa.array(rows))
-    if isinstance(value, np.ndarray):
-        return value[rows]
-    return [value[row] for row in rows]
-
-
 def _value_of(value: Any, row: int) -> Any:
     if is_plain(value):
         return value
@@ -195,7 +206,7 @@ def _convert_kept(
 ) -> dict[str, pa.Array]:
     if not len(kept):
         return {}
-    return {name: convert(_rows_of(value, kept), places[name], len(kept)) for name, value in columns.items()}
+    return {name: convert(rows_of(value, kept), places[name], len(kept)) for name, value in columns.items()}
 
 
 def _refuse(row: int, reason: str, detail: str, columns: Mapping[str, Any]) -> RefusedRow:

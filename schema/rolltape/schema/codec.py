@@ -1,8 +1,8 @@
 """The codec's public names: rows to bytes and back, records and their headers, conforming to today's schema."""
 
 from rolltape.schema.conform import conform
-from rolltape.schema.records import EventRange, Headers, Record, event_ranges, make_headers, make_record
-from rolltape.schema.stream import CODEC, decode, encode, kind_of, parse_version
+from rolltape.schema.records import EventRange, Headers, Record, event_ranges, make_headers, make_record, record_of_lane
+from rolltape.schema.stream import CODEC, decode, encode, kind_of, parse_version, pruned
 
 __all__ = [
     "CODEC",
@@ -17,4 +17,6 @@ __all__ = [
     "make_headers",
     "make_record",
     "parse_version",
+    "pruned",
+    "record_of_lane",
 ]

@@ -134,12 +134,12 @@ def _are_vectors(values: Sequence[Any]) -> bool:
 
 
 def _from_ragged(values: Sequence[npt.NDArray[Any] | None], place: Place) -> pa.Array:
-    """One copy of all rows' tokens: no Python object for any token."""
+    """One copy of all rows' tokens, whose arrays stay their owner's: no Python object for any token."""
     present = [value for value in values if value is not None]
     mask = None if len(present) == len(values) else pa.array([value is None for value in values])
     offsets = np.zeros(len(values) + 1, np.int64)
     np.cumsum([0 if value is None else len(value) for value in values], out=offsets[1:])
-    return _list_array(offsets, present[0] if len(present) == 1 else np.concatenate(present), mask, place)
+    return _list_array(offsets, np.concatenate(present), mask, place)
 
 
 def _list_array(

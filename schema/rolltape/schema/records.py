@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.schema.conform import conform
+from rolltape.schema.envelope import SCHEMA_VERSION
 from rolltape.schema.errors import CodecError, ValidationError
-from rolltape.schema.kinds import Topic, kind_named
-from rolltape.schema.layout import columns_of, layout_of
-from rolltape.schema.stream import CODEC, encode, kind_of
+from rolltape.schema.kinds import Kind, Topic, kind_named
+from rolltape.schema.stream import CODEC, encode, encode_pruned, kind_of
 
 _FEW_ROWS: Final = 64
 
@@ -117,8 +117,35 @@ def make_record(batch: pa.RecordBatch, *, partition: int = 0) -> Record:
     kind = kind_named(kind_of(batch))
     batch = conform(batch, kind.name)
     return Record(
-        topic=kind.topic, partition=partition, key=_key(batch), headers=make_headers(batch), value=encode(batch)
+        topic=kind.topic, partition=partition, key=_key(kind, batch), headers=make_headers(batch), value=encode(batch)
     )
+
+
+def record_of_lane(
+    kind: Kind, rows: pa.RecordBatch, *, partition: int, producer_id: str, producer_epoch: int, first_lane_seq: int
+) -> Record:
+    """The record of rows that one producer epoch stamped just now, next in their lane from ``first_lane_seq`` on.
+
+    As :func:`make_record` for who stamps: nothing that the stamps say is looked up in the rows again. ``rows`` are
+    pruned (:func:`rolltape.schema.stream.pruned`), or a slice of such.
+
+    Raises:
+        CodecError: there are no rows.
+        ValidationError: nothing in the first row names a key.
+    """
+    headers = Headers(
+        kind=kind.name,
+        schema_version=SCHEMA_VERSION,
+        codec=CODEC,
+        num_rows=rows.num_rows,
+        producer_id=producer_id,
+        producer_epoch=producer_epoch,
+        first_lane_seq=first_lane_seq,
+        last_lane_seq=first_lane_seq + rows.num_rows - 1,
+        event_ranges=event_ranges(rows) if kind.indexed else (),
+    )
+    value = encode_pruned(rows)
+    return Record(topic=kind.topic, partition=partition, key=_key(kind, rows), headers=headers, value=value)
 
 
 def make_headers(batch: pa.RecordBatch) -> Headers:
@@ -144,15 +171,24 @@ def make_headers(batch: pa.RecordBatch) -> Headers:
 
 def event_ranges(batch: pa.RecordBatch) -> tuple[EventRange, ...]:
     """The event indexes of a batch of a rollout-plane kind, as ranges by attempt in order of first appearance."""
+    found = [_column(batch, name) for name in ("trajectory_id", "attempt", "event_index")]
+    columns = [column for column in found if column is not None]
+    if len(columns) < len(found):
+        return ()
+    trajectory_ids, attempts, numbers = (column.to_pylist() for column in columns)
+    if (
+        not any(column.null_count for column in columns)
+        and len(set(zip(trajectory_ids, attempts, strict=True))) == batch.num_rows
+    ):
+        return tuple(map(EventRange, trajectory_ids, attempts, numbers, numbers))
     indexes: dict[tuple[str, int], list[int]] = {}
-    rows = zip(*(_column(batch, name).to_pylist() for name in ("trajectory_id", "attempt", "event_index")), strict=True)
-    for trajectory_id, attempt, event_index in rows:
+    for trajectory_id, attempt, event_index in zip(trajectory_ids, attempts, numbers, strict=True):
         if trajectory_id is not None and attempt is not None and event_index is not None:
             indexes.setdefault((trajectory_id, attempt), []).append(event_index)
     return tuple(
         EventRange(trajectory_id, attempt, first, last)
-        for (trajectory_id, attempt), numbers in indexes.items()
-        for first, last in _runs(numbers)
+        for (trajectory_id, attempt), taken in indexes.items()
+        for first, last in _runs(taken)
     )
 
 
@@ -167,12 +203,14 @@ def _event_range(trajectory_id: str, attempt: int, first: int, last: int) -> Eve
     return EventRange(str(trajectory_id), int(attempt), int(first), int(last))
 
 
-def _column(batch: pa.RecordBatch, name: str) -> pa.Array:
-    return columns_of(batch).top[layout_of(kind_of(batch)).place(name).index]
+def _column(batch: pa.RecordBatch, name: str) -> pa.Array | None:
+    """An envelope column; None where it was left out because no row has a value."""
+    at = batch.schema.get_field_index(name)
+    return None if at < 0 else batch.column(at)
 
 
 def _only(batch: pa.RecordBatch, name: str) -> str | int:
-    column = _column(batch, name)
+    column = batch.column(name)
     values = list(set(column.to_pylist())) if len(column) <= _FEW_ROWS else pc.unique(column).to_pylist()
     if len(values) != 1 or values[0] is None:
         raise ValidationError(f"expected one {name} in all rows of a record, got {values[:5]}: stamp the batch first")
@@ -185,7 +223,7 @@ def _newest_version(batch: pa.RecordBatch) -> str:
 
 
 def _lane_range(batch: pa.RecordBatch) -> tuple[int, int]:
-    column = _column(batch, "lane_seq")
+    column = batch.column("lane_seq")
     if not len(column) or column.null_count:
         raise ValidationError("expected lane_seq in every row of a record: stamp the batch first")
     numbers = column.to_numpy()
@@ -195,10 +233,11 @@ def _lane_range(batch: pa.RecordBatch) -> tuple[int, int]:
     return first, last
 
 
-def _key(batch: pa.RecordBatch) -> str:
-    names = ("group_id", "trajectory_id", "run_id") if kind_named(kind_of(batch)).topic == "rollout" else ("run_id",)
+def _key(kind: Kind, batch: pa.RecordBatch) -> str:
+    names = ("group_id", "trajectory_id", "run_id") if kind.topic == "rollout" else ("run_id",)
     for name in names:
-        value = _column(batch, name)[0].as_py()
+        column = _column(batch, name)
+        value = None if column is None else column[0].as_py()
         if value is not None:
             return str(value)
     raise ValidationError(f"expected one of {', '.join(names)} in the first row of a record, got nulls")

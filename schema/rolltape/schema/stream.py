@@ -50,14 +50,33 @@ def encode(batch: pa.RecordBatch) -> pa.Buffer:
         UnknownKindError: its last column is not named like a kind.
         ValidationError: its columns are not that kind's.
     """
+    return encode_pruned(pruned(batch))
+
+
+def pruned(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """``batch`` (as :func:`encode` takes it) without what is null in every row: the columns that its record holds.
+
+    Raises:
+        UnknownKindError, ValidationError: as :func:`encode`.
+    """
+    kind = kind_of(batch)
+    return pruner_of(kind).prune(conform(batch, kind))
+
+
+def encode_pruned(batch: pa.RecordBatch) -> pa.Buffer:
+    """As :func:`encode`, of rows that :func:`pruned` gave back, or of a slice of them.
+
+    A column that only the slice has no value of is written as nulls, and read as the same.
+
+    Raises:
+        CodecError: the batch has no rows.
+    """
     if not batch.num_rows:
         raise CodecError("expected at least one row to encode, got none")
-    kind = kind_of(batch)
-    pruned = pruner_of(kind).prune(conform(batch, kind))
     sink = pa.BufferOutputStream()
     options = _COMPRESSED if batch.num_rows >= _COMPRESSED_ROWS else _PLAIN
-    with ipc.new_stream(sink, pruned.schema, options=options) as writer:
-        writer.write_batch(pruned)
+    with ipc.new_stream(sink, batch.schema, options=options) as writer:
+        writer.write_batch(batch)
     return sink.getvalue()
 
 
