@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rolltape.rollout.agent_config import AgentConfig
+from rolltape.recipes.teachers import TeachersSection, check_teachers
 from rolltape.schema.errors import ConfigError
 from rolltape.trainers.config import TrainerConfig, of_older_release
 
@@ -65,6 +67,7 @@ class RolloutSection:
     max_tokens: int = 4
     num_threads: int = 1
     evaluate_heldout: bool = True
+    shuffle_rewards: bool = False  # a control: rewards of a batch in another order, marked so on the tape
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "groups_per_step", "group_size", "max_tokens", "num_threads"):
@@ -87,7 +90,12 @@ class RunConfig:
     model: ModelSection = field(default_factory=ModelSection)
     environment: EnvironmentSection = field(default_factory=EnvironmentSection)
     rollout: RolloutSection = field(default_factory=RolloutSection)
+    agent: AgentConfig = field(default_factory=AgentConfig)  # budgets of environments of several turns
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    teachers: TeachersSection = field(default_factory=TeachersSection)
+
+    def __post_init__(self) -> None:
+        check_teachers(self)
 
     def to_json(self) -> str:
         """Canonical JSON with secrets redacted, as ``run_started`` stores it."""
@@ -192,7 +200,11 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
         others = [other for other in typing.get_args(hint) if other is not types.NoneType]
         return value if value is None or len(others) > 1 else _coerce(others[0], value, name)
     if origin is tuple and isinstance(value, list):
-        return tuple(value)
+        item = typing.get_args(hint)[0]
+        return tuple(
+            _coerce(item, each, f"{name}[{number}]") if is_dataclass(item) else each
+            for number, each in enumerate(value)
+        )
     if origin is typing.Literal:
         return value  # the dataclass itself refuses what is not among the choices, by name
     if origin is float and isinstance(value, int) and not isinstance(value, bool):

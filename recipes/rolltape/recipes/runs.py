@@ -173,7 +173,12 @@ def run(
     """
     lake = open_or_create(url)
     services, workers = children_of(
-        lake.location.url, config.run_id, config.rollout.num_workers, log_folder(lake), log_url=log_url
+        lake.location.url,
+        config.run_id,
+        config.rollout.num_workers,
+        log_folder(lake),
+        log_url=log_url,
+        teachers=bool(config.teachers.routes),
     )
     supervisor = Supervisor(services, workers, max_restarts=max_restarts)
     try:
@@ -248,5 +253,7 @@ def worker_config(config: RunConfig, lake_url: str, index: int, *, log_url: str 
         num_threads=section.num_threads,
         max_steps=config.trainer.max_steps,
         max_lead_steps=section.max_lead_steps,
+        agent=config.agent,
+        shuffle_rewards=section.shuffle_rewards,
         evaluate_heldout=section.evaluate_heldout,
     )
