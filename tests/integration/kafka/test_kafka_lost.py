@@ -47,8 +47,8 @@ def lake(tmp_path: Path) -> Lake:
 
 
 @contextlib.contextmanager
-def opened(config: KafkaConfig, lake: Lake, spool: Path) -> Iterator[KafkaLog]:
-    with KafkaLog(config, Lake.open(lake.location), spool=spool) as log:
+def opened(config: KafkaConfig, lake: Lake | None, spool: Path) -> Iterator[KafkaLog]:
+    with KafkaLog(config, None if lake is None else Lake.open(lake.location), spool=spool) as log:
         yield log
 
 
@@ -157,6 +157,50 @@ def test_a_topic_that_was_created_anew_is_an_error_until_it_is_adopted(
         assert trajectories(log, Cursor({PLACE: 3})) == live == ["t3", "t4", "t5", "t6", "t7"]
         assert lake.read("rollout_started")["log_offset"].to_pylist() == list(range(8))
         assert verify(lake).ok
+
+
+def lose_end(cluster: KafkaCluster, config: KafkaConfig, offset: int) -> None:
+    """Cut a partition at this offset while its broker is down, as a disk that was restored from yesterday."""
+    cluster.term(1)
+    node = cluster.nodes[1].settings_file.parent
+    folder = node / "data" / f"{config.broker_topic('rollout')}-0"
+    for file in folder.iterdir():
+        if file.suffix in {".index", ".timeindex", ".snapshot"}:
+            file.unlink()
+    (segment,) = folder.glob("*.log")
+    content = segment.read_bytes()
+    at = 0
+    while int.from_bytes(content[at : at + 8], "big") < offset:
+        at += 12 + int.from_bytes(content[at + 8 : at + 12], "big")
+    segment.write_bytes(content[:at])
+    cluster.start(1)
+
+
+def test_a_log_that_lost_its_end_is_read_again_and_nothing_that_it_holds_is_lost_or_doubled(
+    apache_kafka: KafkaCluster, config: KafkaConfig, lake: Lake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was written between the cut and the operator's decision lies where the lake has other records."""
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 0, 8)
+        drain(config, lake)
+    lose_end(apache_kafka, config, 5)
+    with opened(config, None, tmp_path / "spool") as log:
+        record(log, 8, 2, producer_id="q")
+        assert log.end()[PLACE] == 7
+    arguments = ["sink", "--log", config.url, "--lake", str(lake.location), "--once"]
+    assert main(arguments) == 1
+    assert "LakeAheadError" in capsys.readouterr().err
+    assert main([*arguments, "--adopt", "rollout"]) == 0
+    assert '"generation": 2' in capsys.readouterr().out
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 10, 2, producer_id="q")
+        live = trajectories(log, Cursor({PLACE: 6}))
+        drain(config, lake)
+        assert trajectories(log, Cursor({PLACE: 6})) == live == [f"t{number}" for number in range(6, 12)]
+    rows = lake.read("rollout_started")
+    assert rows["trajectory_id"].to_pylist() == [f"t{number}" for number in range(12)]
+    assert rows["log_offset"].to_pylist() == [*range(8), 13, 14, 15, 16]
+    assert verify(lake).ok
 
 
 def make_topics_again(config: KafkaConfig) -> None:

@@ -33,7 +33,8 @@ from rolltape.schema.errors import (
 )
 from rolltape.store.lake import Lake
 
-PLACE = Partition("rollout", 1)
+OTHER, PLACE = Partition("rollout", 0), Partition("rollout", 1)
+BEGINS = {OTHER: 0, PLACE: 0}
 URL = "kafka://broker:9092/runs"
 FED = {generation_app_id("cluster-a", "rollout", "topic-1"): 1, log_app_id(PLACE): 99}
 
@@ -103,7 +104,7 @@ def test_a_lake_that_a_committer_fed_takes_no_kafka_log_and_the_other_way_round(
 
 def test_an_adopted_topic_goes_on_behind_what_the_lake_holds(tmp_path: Path) -> None:
     lake, anew = lake_with(tmp_path, FED), identity(topic_id="topic-2")
-    assert adopt(lake, anew, "rollout", {Partition("rollout", 0): 0, PLACE: 5}) == 2
+    assert adopt(lake, anew, "rollout", BEGINS, {OTHER: 0, PLACE: 5}) == 2
     transactions = lake.snapshot().transactions
     assert anew.generation(transactions, "rollout") == ("kafka/cluster-a/rollout/topic-2", 2)
     assert log_bases(transactions, anew.topic_ids) == {PLACE: 100}
@@ -119,23 +120,24 @@ def test_an_adopted_topic_goes_on_behind_what_the_lake_holds(tmp_path: Path) -> 
 def test_adopting_what_is_known_changes_nothing(tmp_path: Path) -> None:
     lake = lake_with(tmp_path, FED)
     version = lake.snapshot().version
-    assert adopt(lake, identity(), "rollout", {Partition("rollout", 0): 0, PLACE: 200}) == 1
+    assert adopt(lake, identity(), "rollout", BEGINS, {OTHER: 0, PLACE: 200}) == 1
     assert lake.snapshot().version == version
 
 
-def test_a_log_that_lost_its_end_is_adopted_from_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("begin", [0, 20])
+def test_a_log_that_lost_its_end_is_read_again_and_goes_on_behind_the_lake(tmp_path: Path, begin: int) -> None:
     lake = lake_with(tmp_path, FED)
-    assert adopt(lake, identity(), "rollout", {Partition("rollout", 0): 0, PLACE: 60}) == 2
+    assert adopt(lake, identity(), "rollout", {OTHER: 0, PLACE: begin}, {OTHER: 0, PLACE: 60}) == 2
     transactions = lake.snapshot().transactions
-    assert transactions[base_app_id(PLACE, "topic-1")] == 40
-    assert identity().start(transactions, PLACE, 0, 60) == 60
-    lake.append({}, {log_app_id(PLACE): 60 + 40})
-    assert identity().start(lake.snapshot().transactions, PLACE, 0, 61) == 61
+    assert transactions[base_app_id(PLACE, "topic-1")] == 100 - begin
+    assert identity().start(transactions, PLACE, begin, 60) == begin
+    lake.append({}, {log_app_id(PLACE): 60 + 100 - begin})
+    assert identity().start(lake.snapshot().transactions, PLACE, begin, 61) == 61
 
 
 def test_another_cluster_is_adopted_too(tmp_path: Path) -> None:
     lake, other = lake_with(tmp_path, FED), identity("cluster-b", "topic-9")
-    assert adopt(lake, other, "rollout", {Partition("rollout", 0): 3, PLACE: 3}) == 2
+    assert adopt(lake, other, "rollout", BEGINS, {OTHER: 3, PLACE: 3}) == 2
     assert other.start(lake.snapshot().transactions, PLACE, 0, 3) == 0
 
 
@@ -174,7 +176,7 @@ def test_a_sink_that_archived_meanwhile_fences_the_way_out(tmp_path: Path) -> No
 def test_names_that_are_none_of_the_logs_are_refused(tmp_path: Path) -> None:
     lake = lake_with(tmp_path, FED)
     with pytest.raises(ConfigError, match="expected a topic of rollout, got 'rolout'"):
-        adopt(lake, identity(), "rolout", {})
+        adopt(lake, identity(), "rolout", {}, {})
     with pytest.raises(ConfigError, match="expected a partition such as rollout/0"):
         skip_lost(lake, identity(), Partition("rollout", 7), {})
     for text in ("rollout", "rollout/", "/3", "rollout/x"):

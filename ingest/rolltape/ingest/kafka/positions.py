@@ -149,7 +149,7 @@ class LogIdentity:
                 f"{partition}: expected the log to reach offset {position - 1}, which the lake holds, got its end at "
                 f"{end}: the log lost its last {position - end} offsets (a restored or truncated log), or is another "
                 f"one. What is archived stays; `rolltape sink --log {self.url} --lake LAKE --adopt {partition.topic}` "
-                "takes the log as it is for the next generation, whose offsets go on after the lake's"
+                "reads the log as it is again, for the next generation, whose offsets go on after the lake's"
             )
         return position
 
@@ -174,11 +174,15 @@ def _archived(transactions: Mapping[str, int], topic: str) -> str:
     return ", ".join(f"{topic}/{number} up to {version}" for number, version in sorted(found.items())) or "nothing"
 
 
-def adopt(lake: Lake, identity: LogIdentity, topic: str, ends: Mapping[Partition, int]) -> int:
+def adopt(
+    lake: Lake, identity: LogIdentity, topic: str, begins: Mapping[Partition, int], ends: Mapping[Partition, int]
+) -> int:
     """Take a topic as it is now for the next generation; returns its number (unchanged where nothing is amiss).
 
-    ``ends`` are the brokers' next offsets. Lake offsets of a partition go on after its last archived one: a topic that
-    was created anew is read from its beginning, one that lost its end from there.
+    ``begins`` and ``ends`` are the brokers' oldest and next offsets. Lake offsets of a partition go on after its last
+    archived one. A topic that was created anew is read from its beginning. So is a partition that lost its end, because
+    nobody knows where it was cut before others were written there: lanes say what is archived already. (Messages that
+    are no records of ours have no lane; those that it still holds become dead letters once more.)
 
     Raises:
         ConfigError: no such topic.
@@ -201,7 +205,7 @@ def adopt(lake: Lake, identity: LogIdentity, topic: str, ends: Mapping[Partition
         if not is_same and next_offset > base:
             bases[app_id] = next_offset
         elif is_same and next_offset - base > ends[partition]:
-            bases[app_id] = next_offset - ends[partition]
+            bases[app_id] = next_offset - begins[partition]
     if is_same and not bases:
         return known.number
     moved = {generation_app_id(identity.cluster_id, topic, topic_id): known.number + 1, **bases}

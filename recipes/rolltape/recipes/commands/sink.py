@@ -82,7 +82,7 @@ def _take_ways_out(options: argparse.Namespace, config: KafkaConfig, lake: Lake)
     client = connect(config)
     identity, begins, ends = look_at(client)
     for topic in options.adopt:
-        _print({"adopted": topic, "generation": adopt(lake, identity, topic, ends)})
+        _print({"adopted": topic, "generation": adopt(lake, identity, topic, begins, ends)})
     for partition in map(parse_partition, options.skip_lost):
         num_lost = skip_lost(lake, identity, partition, begins)
         _print({"skipped": str(partition), "num_offsets": num_lost})
