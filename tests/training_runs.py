@@ -113,6 +113,7 @@ class TrainingRun:
             self.config.rollout.num_workers,
             log_folder(self._writable),
             log_url=log_url,
+            teachers=bool(self.config.teachers.routes),
         )
         self.children: dict[str, Child] = {child.name: child for child in (*services, *workers)}
         for name, variables in (environment or {}).items():

@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "sink": "archive a Kafka log in a lake, exactly once (the writer of a Kafka log's lake)",
     "trainer": "run the trainer process of a run",
     "worker": "run one rollout worker of a run",
+    "teacher": "run the scoring service of a run that has teachers",
 }
 
 

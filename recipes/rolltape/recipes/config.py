@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rolltape.rollout.agent_config import AgentConfig
 from rolltape.recipes.teachers import TeachersSection, check_teachers
+from rolltape.rollout.agent_config import AgentConfig
 from rolltape.schema.errors import ConfigError
 from rolltape.trainers.config import TrainerConfig, of_older_release
 

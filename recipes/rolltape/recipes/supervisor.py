@@ -132,9 +132,12 @@ class Supervisor:
 
 
 def children_of(
-    lake_url: str, run_id: str, num_workers: int, log_folder: Path, *, log_url: str = ""
+    lake_url: str, run_id: str, num_workers: int, log_folder: Path, *, log_url: str = "", teachers: bool = False
 ) -> tuple[list[Child], list[Child]]:
-    """The services and workers of a run; with ``log_url`` (Kafka) a sink archives it, else a committer the spools."""
+    """The services and workers of a run; with ``log_url`` (Kafka) a sink archives it, else a committer the spools.
+
+    With ``teachers`` their scoring service is one of the workers: it ends with the run.
+    """
 
     def child(name: str, *arguments: str) -> Child:
         return Child(name=name, arguments=list(arguments), log_path=log_folder / f"{name}.log", environment={})
@@ -144,4 +147,5 @@ def children_of(
     run = (*lake, *log, "--run", run_id)
     service = child("sink", "sink", *lake, *log) if log_url else child("committer", "committer", *lake)
     workers = [child(f"worker-{i}", "worker", *run, "--index", str(i)) for i in range(num_workers)]
-    return [service], [child("trainer", "trainer", *run), *workers]
+    scoring = [child("teacher", "teacher", *run)] if teachers else []
+    return [service], [child("trainer", "trainer", *run), *scoring, *workers]

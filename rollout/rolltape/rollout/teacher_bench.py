@@ -11,7 +11,13 @@ import pyarrow as pa
 from rolltape.ingest.recorder import Recorder
 from rolltape.numerics.vocabulary import Vocabulary
 from rolltape.rollout.teacher_models import SHUFFLED, Teacher, TeacherRoute, load_teacher
-from rolltape.schema.errors import DigestMismatchError, LakeNotFoundError, NotPublishedError, StoreUnreachableError
+from rolltape.schema.errors import (
+    ConfigError,
+    DigestMismatchError,
+    LakeNotFoundError,
+    NotPublishedError,
+    StoreUnreachableError,
+)
 from rolltape.schema.identity import derived_id
 
 if TYPE_CHECKING:
@@ -109,6 +115,11 @@ class TeacherBench:
 
     def _admit(self, route: TeacherRoute, teacher: Teacher) -> None:
         """Let a teacher score, once its route is on the tape."""
+        if self._config.top_k > teacher.vocabulary.num_ids:
+            raise ConfigError(
+                f"teachers.top_k: expected at most the {teacher.vocabulary.num_ids} ids of teacher {route.name}, got "
+                f"{self._config.top_k}"
+            )
         recorded = self._recorded.get(route.domain)
         fields = {
             "domain": route.domain,
