@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import select
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from kafka.errors import CorruptRecordError
+from kafka.record import memory_records
+from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from kafka.structs import TopicPartition
 
 from rolltape.ingest.kafka.client import BrokerAdmin, BrokerConsumer, KafkaClient, Message, connect, record_bytes
-from rolltape.ingest.kafka.client.vendor import last_words_first
+from rolltape.ingest.kafka.client.vendor import receiver
 from rolltape.ingest.kafka.config import KafkaConfig, Secret
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import ConfigError, LogUnreachableError, OffsetGoneError, TopicError
@@ -258,11 +264,66 @@ def test_opening_a_log_without_topics_says_how_to_make_them(client: KafkaClient,
 
 
 def test_what_a_broker_says_before_it_hangs_up_is_heard() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
     end = OSError("gone")
-    answers = iter([(b"authentication failed", end), (b"", end)])
-    received = last_words_first(lambda: next(answers))
-    assert received() == (b"authentication failed", None)
-    assert received() == (b"", end)
+    received = receiver(SimpleNamespace(_sock=ours), lambda: (b"", end))
+    with ours:
+        assert received() == (b"", None)
+        theirs.sendall(b"authentication failed")
+        theirs.close()
+        assert received() == (b"authentication failed", None)
+        assert received() == (b"", end)
+
+
+def test_much_is_received_in_few_pieces() -> None:
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    content = np.random.default_rng(7).bytes(8 << 20)
+    sender = threading.Thread(target=theirs.sendall, args=(content,))
+    sender.start()
+    received = receiver(SimpleNamespace(_sock=ours), lambda: (b"", None))
+    found = b""
+    while len(found) < len(content):
+        select.select([ours], [], [])
+        data, error = received()
+        assert data
+        assert error is None
+        found += data
+    sender.join()
+    theirs.close()
+    ours.close()
+    assert found == content
+
+
+@pytest.mark.parametrize("codec", [DefaultRecordBatch.CODEC_NONE, DefaultRecordBatch.CODEC_GZIP])
+def test_records_are_read_as_the_vendor_reads_them(codec: int) -> None:
+    builder = DefaultRecordBatchBuilder(2, codec, False, 7, 1, 3, 1 << 20)
+    some: list[tuple[bytes | None, bytes | None, list[tuple[str, bytes | None]]]] = [
+        (b"key", b"v" * 70_000, [("name", b"header"), ("null", None), ("", b"")]),
+        (None, None, []),
+        (b"", b"", [("größe", b"\x00\xff")]),
+    ]
+    for number, (key, value, headers) in enumerate(some):
+        builder.append(number * 3, 1_700_000_000_000 + number, key, value, headers)
+    data = bytes(builder.build())
+    theirs, ours = DefaultRecordBatch(data), memory_records.DefaultRecordBatch(memoryview(data))
+    assert type(ours) is not DefaultRecordBatch
+    assert ours.validate_crc()
+    assert [told(record) for record in ours] == [told(record) for record in theirs]
+    damaged = memoryview(data[:-1] + bytes([data[-1] ^ 1]))
+    assert not memory_records.DefaultRecordBatch(damaged).validate_crc()
+    if codec == DefaultRecordBatch.CODEC_NONE:
+        with pytest.raises(CorruptRecordError):
+            list(memory_records.DefaultRecordBatch(memoryview(data)[:-1]))
+
+
+def told(record: Any) -> tuple[Any, ...]:
+    """Everything that a record of the vendor's says."""
+    return (
+        *(record.offset, record.timestamp, record.timestamp_type),
+        *(record.key, record.value, record.headers, record.size_in_bytes),
+    )
 
 
 class NotText(str):

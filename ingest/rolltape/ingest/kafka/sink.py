@@ -223,15 +223,15 @@ class Sink:
         pa.default_memory_pool().release_unused()
 
     def _take(self, partition: Partition, messages: list[Message]) -> None:
-        now = time.monotonic()
-        self._last_record_s = now
-        if self._first_staged_s is None:
-            self._first_staged_s = now
+        self._last_record_s = time.monotonic()
         for fed in feed(self._archive, partition, messages, self._bases, self._blobs):
             self.metrics.record(partition.topic, fed.outcome.value, fed.num_bytes)
             self._watch.lag.read(partition, fed.timestamp_ms)
             if fed.seek_to is not None:
                 self._consumer.seek(partition, fed.seek_to)
+            if self._first_staged_s is None:
+                # Set here, not before: after a commit in between the rest of the messages waits for the next one.
+                self._first_staged_s = self._last_record_s
             if self._archive.staged_bytes >= self.options.max_commit_bytes:
                 self.commit()
 

@@ -6,7 +6,9 @@ what is mended here the vendor calls its own.
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -21,8 +23,16 @@ try:
     from kafka.net.compat import KafkaNetClient
     from kafka.net.manager import KafkaConnectionManager
     from kafka.net.selector import NetworkSelector
+    from kafka.protocol import parser
+    from kafka.protocol.frame import KafkaBytes
     from kafka.record import memory_records
-    from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
+    from kafka.record.default_records import (
+        ControlRecord,
+        DefaultRecord,
+        DefaultRecordBatch,
+        DefaultRecordBatchBuilder,
+    )
+    from kafka.record.util import decode_varint
     from kafka.structs import OffsetAndMetadata, TopicPartition
 except ImportError as error:
     # Without crc32c the client falls back to Python and moves a twentieth of the bytes: an error, not a surprise.
@@ -40,7 +50,7 @@ __all__ = [
     "VendorClient",
     "VendorManager",
     "kafka",
-    "last_words_first",
+    "receiver",
     "vendor",
 ]
 
@@ -52,38 +62,81 @@ AUTHENTICATION: Final = (
     vendor.IllegalSaslStateError,
 )
 UNTRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
+_PIECE_BYTES: Final = 256 << 10
+_MAX_PIECES: Final = 8
+_NOTHING_YET: Final = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 # The vendor logs every lost connection as an error and goes on. Who configures logging sees it; stderr does not.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
 
 
-class _AnyNames(bytearray):
-    """A record batch's bytes whose header names are readable whatever they are."""
+class _Frame(KafkaBytes):  # type: ignore[misc]  # the vendor ships no types
+    """What a broker answers; read with one copy, where the vendor makes two of every record."""
 
-    def __getitem__(self, where: Any) -> Any:
-        found = super().__getitem__(where)
-        return _AnyNames(found) if isinstance(where, slice) else found
+    _idx: int
 
-    def decode(self, encoding: str = "utf-8", errors: str = "backslashreplace") -> str:
-        return super().decode(encoding, errors)
+    def read(self, nbytes: int | None = None) -> bytes:
+        """The next ``nbytes`` bytes, or the rest."""
+        start = self._idx
+        self._idx = len(self) if nbytes is None else min(start + nbytes, len(self))
+        return bytes(memoryview(self)[start : self._idx])
 
 
-class _AnyNamesBatch(DefaultRecordBatch):  # type: ignore[misc]  # the vendor ships no types
-    """Reads a header name that is no UTF-8 with escapes.
+parser.KafkaBytes = _Frame  # pyright: ignore[reportAttributeAccessIssue]
 
-    The vendor raises at every poll: one such record, anybody's, would stop its partition for all readers and for ever.
+
+class _Batch(DefaultRecordBatch):  # type: ignore[misc]
+    """Reads the records of a batch where they lie; a header name that is no UTF-8 comes with escapes.
+
+    The vendor copies each batch first and each value twice, and raises at every poll on such a name: one such record,
+    anybody's, would stop its partition for all readers and for ever.
     """
 
+    __slots__ = ()
     _buffer: Any
+    _pos: int
 
-    def _read_msg(self, *arguments: Any) -> Any:
-        try:
-            return super()._read_msg(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
-        except UnicodeDecodeError:
-            self._buffer = _AnyNames(self._buffer)
-            return super()._read_msg(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
+    def __init__(self, buffer: Any) -> None:
+        # An empty batch of the vendor's, in place of its copy.
+        super().__init__(bytes(buffer[: self.HEADER_STRUCT.size]))
+        self._buffer = buffer
+
+    def _read_msg(self, decode_varint: Any = decode_varint) -> Any:
+        """The next record: https://kafka.apache.org/documentation/#record."""
+        buffer = self._buffer
+        length, pos = decode_varint(buffer, self._pos)
+        end = pos + length
+        _, pos = decode_varint(buffer, pos)
+        since_first, pos = decode_varint(buffer, pos)
+        offset_delta, pos = decode_varint(buffer, pos)
+        key, pos = _nullable(buffer, pos)
+        value, pos = _nullable(buffer, pos)
+        num_headers, pos = decode_varint(buffer, pos)
+        if num_headers < 0:
+            raise vendor.CorruptRecordError(f"expected a number of headers, got {num_headers}")
+        headers = []
+        for _ in range(num_headers):
+            size, start = decode_varint(buffer, pos)
+            if size < 0:
+                raise vendor.CorruptRecordError(f"expected the length of a header's name, got {size}")
+            name = str(buffer[start : start + size], "utf-8", "backslashreplace")
+            found, pos = _nullable(buffer, start + size)
+            headers.append((name, found))
+        if pos != end:
+            raise vendor.CorruptRecordError(f"expected a record of {length} bytes, got {length + pos - end}")
+        self._pos = pos
+        is_stamped_by_log = self.timestamp_type == self.LOG_APPEND_TIME
+        time_ms = self.max_timestamp if is_stamped_by_log else self.first_timestamp + since_first
+        make = ControlRecord if self.is_control_batch else DefaultRecord
+        return make(length, self.base_offset + offset_delta, time_ms, self.timestamp_type, key, value, headers)
 
 
-memory_records.DefaultRecordBatch = _AnyNamesBatch  # pyright: ignore[reportAttributeAccessIssue]
+def _nullable(buffer: Any, pos: int) -> tuple[bytes | None, int]:
+    """Bytes with their length before them, -1 for none; and the place behind."""
+    size, pos = decode_varint(buffer, pos)
+    return (None, pos) if size < 0 else (bytes(buffer[pos : pos + size]), pos + size)
+
+
+memory_records.DefaultRecordBatch = _Batch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class VendorManager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor ships no types
@@ -118,20 +171,33 @@ class VendorManager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor
 
     async def _build_transport(self, node: Any, timeout_at: float | None = None) -> Any:
         transport = await super()._build_transport(node, timeout_at=timeout_at)
-        transport._sock_recv = last_words_first(transport._sock_recv)  # noqa: SLF001  # no other place to reach it
+        # There is no other place to reach it.
+        transport._sock_recv = receiver(transport, transport._sock_recv)  # noqa: SLF001
         return transport
 
 
-def last_words_first(receive: Callable[[], tuple[bytes, Any]]) -> Callable[[], tuple[bytes, Any]]:
-    """Deliver what came before the end of a connection; the vendor drops it where both are there at once.
+def receiver(transport: Any, vendors: Callable[[], tuple[bytes, Any]]) -> Callable[[], tuple[bytes, Any]]:
+    """A transport's way to receive, in few large pieces; what came before the end of a connection is delivered.
 
-    What a broker says last is why it will not let us in.
+    The vendor takes 4096 bytes at a time and hands the interpreter to other threads with each. Where the end is there
+    too it drops them, and what a broker says last is why it will not let us in.
     """
 
     def received() -> tuple[bytes, Any]:
-        data, error = receive()
-        # The end is met again at the next call.
-        return (data, None) if data else (data, error)
+        pieces: list[bytes] = []
+        with contextlib.suppress(Exception):
+            socket = transport._sock  # noqa: SLF001
+            # What TLS has decrypted already, the selector does not tell of.
+            while len(pieces) < _MAX_PIECES or (hasattr(socket, "pending") and socket.pending()):
+                try:
+                    piece = socket.recv(_PIECE_BYTES)
+                except _NOTHING_YET:
+                    return b"".join(pieces), None
+                if not piece:
+                    break
+                pieces.append(piece)
+        # The end, or an error: the vendor meets it again, at the latest at the next call.
+        return (b"".join(pieces), None) if pieces else vendors()
 
     return received
 
