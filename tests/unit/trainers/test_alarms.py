@@ -94,6 +94,6 @@ def test_a_resumed_run_goes_on_where_it_was_and_names_the_same_alarms() -> None:
         past, later = resumed.fold(numbered[:cut]), resumed.fold(numbered[cut:])
         assert (*past, *later) == whole
     ids = [alarm.event_id("run") for alarm in whole]
-    assert len(set(ids)) == len(ids) == 2
+    assert len(set(ids)) == len(ids) == 3
     assert ids == [alarm.event_id("run") for alarm in alarms(**limits).fold(numbered)]
     assert ids != [alarm.event_id("other") for alarm in whole]
