@@ -52,7 +52,7 @@ def content_digests_of(fold: Fold) -> pa.Table:
     trajectories, segments = fold.trajectories, fold.segments
     shown = bools_of(single(pc.greater(trajectories["num_segments"], 0)))
     chosen = trajectories.filter(pa.array(shown))
-    digests = segment_digests(segments, chosen["reward"].to_pylist())
+    digests = segment_digests(segments, _rewards(chosen))
     columns = [chosen["run_id"], chosen["trajectory_id"], chosen["attempt"]]
     names = DIGEST_SCHEMA.names[3:]
     columns += [
@@ -61,12 +61,24 @@ def content_digests_of(fold: Fold) -> pa.Table:
     return pa.table(columns, schema=DIGEST_SCHEMA)
 
 
-def segment_digests(segments: pa.Table, rewards: Sequence[float | None]) -> list[ContentDigests]:
+def _rewards(trajectories: pa.Table) -> list[float | None | Array]:
+    """What each attempt is trained with: its scalar, and behind it the rewards of single tokens where there are any."""
+    rewards: list[float | None | Array] = trajectories["reward"].to_pylist()
+    given = single(pc.list_value_length(trajectories["token_rewards"])).to_numpy()
+    for row in np.flatnonzero(given).tolist():
+        scalar, tokens = rewards[row], trajectories["token_rewards"][row].as_py()
+        placed = [number for t in tokens for number in (t["segment_index"], t["position"], t["scalar"])]
+        rewards[row] = np.array([np.nan if scalar is None else scalar, *placed], np.float64)
+    return rewards
+
+
+def segment_digests(segments: pa.Table, rewards: Sequence[float | None | Array]) -> list[ContentDigests]:
     """Content digests of whole attempts.
 
     Args:
         segments: rows of ``SEGMENT_SCHEMA``; all segments of an attempt stand together, in order.
-        rewards: the scalar that each attempt is trained with, in the order of the attempts; None: it has none.
+        rewards: what each attempt is trained with, in the order of the attempts: a scalar, an array of numbers where
+            there are rewards of single tokens, or None: it has none.
 
     Digested are, for each attempt: of every segment the lengths of context and response and their ids; then over all
     its responses the log-probs, the two masks stacked, and the versions; then the reward.
@@ -93,7 +105,7 @@ def segment_digests(segments: pa.Table, rewards: Sequence[float | None]) -> list
             log_probs=log_probs[tokens],
             masks=np.stack([response_mask[tokens], observation_mask[tokens]]),
             versions=versions[tokens],
-            rewards=np.array([] if reward is None else [reward], np.float64),
+            rewards=np.atleast_1d(np.array([] if reward is None else reward, np.float64)),
         )
         digests.append(digest)
     return digests

@@ -80,6 +80,18 @@ MIXED_VERSIONS: Final = "mixed_versions"
 STALE: Final = "stale"
 GROUP_INCOMPLETE: Final = "group_incomplete"
 GROUP_OF_ONE: Final = "group_of_one"
+ZERO_STD_GROUP: Final = "zero_std_group"
+SEGMENT_MISSING: Final = "segment_missing"
+UNKNOWN_DOMAIN: Final = "unknown_domain"
+TEACHER_SCORE_MISSING: Final = "teacher_score_missing"
+TEACHER_MISROUTED: Final = "teacher_misrouted"
+TEACHER_IDS_DIFFER: Final = "teacher_ids_differ"
+TEACHER_PREFIX_DIFFERS: Final = "teacher_prefix_differs"
+TEACHER_TOKENIZER_DIFFERS: Final = "teacher_tokenizer_differs"
+TEACHER_TEMPLATE_DIFFERS: Final = "teacher_template_differs"
+TEACHER_TEMPERATURE_DIFFERS: Final = "teacher_temperature_differs"
+TEACHER_MODE_DIFFERS: Final = "teacher_mode_differs"
+TEACHER_TOP_K_MISSING: Final = "teacher_top_k_missing"
 FOREIGN_RUN: Final = "foreign_run"
 ALREADY_TRAINED: Final = "already_trained"
 EVALUATION: Final = "evaluation"
@@ -115,6 +127,18 @@ UNTRAINABLE_REASONS: Final = MappingProxyType(
         STALE: "older than the staleness bound",
         GROUP_INCOMPLETE: "too few valid members in its group",
         GROUP_OF_ONE: "a group of one has no group statistics",
+        ZERO_STD_GROUP: "all rewards of its group are equal, and the run drops such groups",
+        SEGMENT_MISSING: "a segment of the rollout is missing; it is trained whole or not at all",
+        UNKNOWN_DOMAIN: "no teacher is routed for its domain, or its domain is unknown",
+        TEACHER_SCORE_MISSING: "its teacher has not scored one of its segments",
+        TEACHER_MISROUTED: "scored by another teacher, or other weights, than its domain is routed to",
+        TEACHER_IDS_DIFFER: "the teacher scored other token ids, or gave a log-prob too many or too few",
+        TEACHER_PREFIX_DIFFERS: "the teacher scored under another context",
+        TEACHER_TOKENIZER_DIFFERS: "the teacher's tokenizer is another one, or unknown",
+        TEACHER_TEMPLATE_DIFFERS: "the teacher scored under another chat template",
+        TEACHER_TEMPERATURE_DIFFERS: "the teacher scored at another temperature",
+        TEACHER_MODE_DIFFERS: "the teacher's log-probs are of another declared distribution",
+        TEACHER_TOP_K_MISSING: "the teacher's score has fewer likeliest tokens than the algorithm needs",
         FOREIGN_RUN: "belongs to another run that the recipe does not name as a source",
         ALREADY_TRAINED: "an earlier batch of this run line and trainer holds it",
         EVALUATION: "sampled for evaluation",

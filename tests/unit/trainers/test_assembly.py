@@ -11,9 +11,11 @@ from rolltape.schema.digest import prefix_digest
 from rolltape.schema.errors import UntrainableError
 from rolltape.schema.fold import Fold, fold
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.learner import Learner, make_optimizer
 from rolltape.trainers.members import pack_members
-from rolltape.trainers.step import make_optimizer, train_step
+from rolltape.trainers.step import train_step
 
 PROMPT = (3, 4)
 SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "logprobs_mode": "processed_logprobs"}
@@ -183,7 +185,7 @@ def test_group_of_one_is_an_error_for_a_group_estimator_only(tape: Any) -> None:
     folded = fold(tape.tables())
     with pytest.raises(UntrainableError, match=r"group_of_one.*lone"):
         plan_batch(folded, VersionRules(current=0, newest=0))
-    plan = plan_batch(folded, VersionRules(current=0, newest=0), group_method=False)
+    plan = plan_batch(folded, VersionRules(current=0, newest=0), BatchRules(uses_groups=False))
     assert [m.trajectory_id for m in plan.members] == ["lone"]
 
 
@@ -229,7 +231,11 @@ def _trained(tape: Any, **config: Any) -> tuple[Any, torch.nn.Module, dict[str, 
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     trainer = TrainerConfig(**config)
     outcome = train_step(
-        model, make_optimizer(model, trainer), pack_members(folded, plan.members), trainer, step=1, temperature=1.0
+        Learner(model, make_optimizer(model, trainer)),
+        pack_members(folded, plan.members),
+        trainer,
+        step=1,
+        temperature=1.0,
     )
     return outcome, model, before
 

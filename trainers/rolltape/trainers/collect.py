@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +12,10 @@ from rolltape.ingest.log import LogReader
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.fold import Fold
 from rolltape.schema.runline import RunLine
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.buffer import EventBuffer
 from rolltape.trainers.members import Member
+from rolltape.trainers.score_book import TEACHER_KINDS, ScoreBook
 
 
 class StepCollector:
@@ -23,10 +25,14 @@ class StepCollector:
     the next exists yet, because a step's completion releases the dispatch of the next.
     """
 
-    def __init__(self, reader: LogReader, *, run_id: str, run_started: pa.Table) -> None:
+    def __init__(
+        self, reader: LogReader, *, run_id: str, run_started: pa.Table, known: Mapping[str, pa.Table] | None = None
+    ) -> None:
+        """``known``: problems and routes of the run that the reader does not come by."""
         self._reader = reader
-        self._events = EventBuffer(run_id, run_started)
+        self._events = EventBuffer(run_id, run_started, known)
         self._cursor_before = reader.cursor
+        self._folded: Fold | None = None  # what is complete, until something of it comes again
 
     @property
     def cursors(self) -> tuple[Cursor, Cursor]:
@@ -38,10 +44,14 @@ class StepCollector:
         deliveries = self._reader.poll(timeout_s)
         for delivery in deliveries:
             self._events.add(delivery.kind, self._events.of_run(delivery.table))
+            if delivery.kind not in TEACHER_KINDS:
+                self._folded = None
         return bool(deliveries)
 
     def complete(self, step: int, num_members: int, line: RunLine) -> Fold | None:
         """The fold of the step's live rollouts, once all ``num_members`` members are terminal; else None."""
+        if self._folded is not None:
+            return self._folded
         dispatched = self._dispatched(step, line)
         if dispatched is None or not self._enough(dispatched, num_members):
             return None
@@ -49,7 +59,12 @@ class StepCollector:
         current = folded.trajectories.filter(folded.trajectories["is_current"])
         if current.num_rows < num_members or unfinished(current).num_rows:
             return None
+        self._folded = folded
         return folded
+
+    def book(self, rules: BatchRules) -> ScoreBook | None:
+        """What teachers said so far, where ``rules`` use it."""
+        return self._events.book(rules)
 
     def rewards_of(self, members: Sequence[Member]) -> pa.Table:
         """The collected ``reward_assigned`` rows of these members' attempts."""
@@ -58,6 +73,7 @@ class StepCollector:
     def forget(self) -> None:
         """Drop what was collected: the step is done."""
         self._events.clear()
+        self._folded = None
         self._cursor_before = self._reader.cursor
 
     def close(self) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from rolltape.schema import reasons
 from rolltape.schema.errors import UntrainableError
 from rolltape.schema.fold import Fold
-from rolltape.trainers.batch import PackedBatch
-from rolltape.trainers.packing import BatchBuilder, FlatSegments
+from rolltape.trainers.batch import PackedBatch, TokenRewards
+from rolltape.trainers.batch_rules import BatchRules
+from rolltape.trainers.packing import BatchBuilder, RowScore
+from rolltape.trainers.score_book import Matched, ScoreBook
+from rolltape.trainers.segments import TrainedSegments, token_reward_rows
+
+TRUNCATED: Final = "truncated"
+GRPO_RULES: Final = BatchRules()
 
 
 class Member(NamedTuple):
@@ -58,53 +65,127 @@ def dense_groups(keys: Sequence[str]) -> npt.NDArray[np.int64]:
     return np.asarray([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
-def pack_members(folded: Fold, members: Sequence[Member]) -> PackedBatch:
-    """Packed tensors of the members' segments that hold action tokens, in member order then segment order.
+def pack_members(
+    folded: Fold, members: Sequence[Member], rules: BatchRules = GRPO_RULES, book: ScoreBook | None = None
+) -> PackedBatch:
+    """Packed tensors of the members' segments that are trained, in member order then segment order.
 
-    A member without action tokens (an empty response) has no row; its reward still counts in its group.
+    A member without a token to train (an empty response) has no row; its reward still counts in its group.
     """
-    builder = BatchBuilder(len(members))
-    rewards = add_members(builder, folded, members, 0)
-    return finish_members(builder, members, rewards)
+    packer = MemberPacker(rules, book, num_members=len(members))
+    packer.add(folded, members)
+    return packer.finish()
 
 
-def add_members(builder: BatchBuilder, folded: Fold, members: Sequence[Member], first: int) -> list[float]:
-    """Add members number ``first`` and following from a fold that holds them; returns their rewards (NaN: none)."""
-    flat = FlatSegments.of(folded.segments)
-    segment_rows = _segment_rows(folded, flat)
-    rows: list[int] = []
-    row_member: list[int] = []
-    for number, member in enumerate(members, first):
-        own = segment_rows.get(member.key, [])
-        rows += own
-        row_member += [number] * len(own)
-    builder.add(flat, rows, row_member)
-    index = fold_index(folded)
-    rewards = folded.trajectories["reward"].to_pylist()
-    found = (rewards[index[member.key]] for member in members)
-    return [float("nan") if reward is None else reward for reward in found]
+class MemberPacker:
+    """Packs members part by part into one batch.
 
+    Args:
+        rules: which segments are trained, with which reward.
+        book: what teachers said, where the rules use it.
+        num_members: in all, about.
+    """
 
-def finish_members(builder: BatchBuilder, members: Sequence[Member], rewards: Sequence[float]) -> PackedBatch:
-    """The batch of all members added."""
-    return builder.finish(
-        rewards=rewards,
-        groups=dense_groups([m.group_id for m in members]).tolist(),
-        is_padding=[m.is_padding for m in members],
-    )
+    def __init__(self, rules: BatchRules = GRPO_RULES, book: ScoreBook | None = None, *, num_members: int = 0) -> None:
+        self._rules = rules
+        self._book = book if rules.uses_teacher else None
+        self._builder = BatchBuilder(num_members, with_scores=self._book is not None, top_k=rules.top_k)
+        self._members: list[Member] = []
+        self._rewards: list[float] = []
+        self._is_truncated: list[bool] = []
+        self._num_segments: list[int] = []
+        self._segment_index: list[int] = []
+        self._is_summary: list[bool] = []
+        self._token_rewards: list[tuple[float, int, int]] = []
+        self._problems: list[str | None] = []
 
+    def add(self, folded: Fold, members: Sequence[Member]) -> None:
+        """Add members of a fold that holds them.
 
-def _segment_rows(folded: Fold, flat: FlatSegments) -> dict[tuple[str, int], list[int]]:
-    """Rows of each attempt's segments that have a token to train, in segment order; rejected summaries have none."""
-    segments = folded.segments
-    found: dict[tuple[str, int], list[int]] = {}
-    names = ("trajectory_id", "attempt", "is_accepted")
-    keys = zip(*(segments[name].to_pylist() for name in names), flat.has_action().tolist(), strict=True)
-    # A fold's rows are ordered by (run, trajectory, attempt, segment).
-    for row, (trajectory, attempt, accepted, has_action) in enumerate(keys):
-        if has_action and accepted is not False:
-            found.setdefault((trajectory, attempt), []).append(row)
-    return found
+        Raises:
+            UntrainableError: a member's teacher has not scored it, or scored something else; names the reason.
+        """
+        segments = TrainedSegments.of(folded, self._rules)
+        index = fold_index(folded)
+        columns = {name: folded.trajectories[name].to_pylist() for name in ("reward", "status", "problem_id")}
+        token_rewards = token_reward_rows(folded, {member.key: index[member.key] for member in members})
+        matched = self._matched(folded, segments, members)
+        rows: list[int] = []
+        row_member: list[int] = []
+        for number, member in enumerate(members, len(self._members)):
+            place = index[member.key]
+            is_truncated = columns["status"][place] == TRUNCATED
+            own = () if is_truncated and self._rules.truncated == "mask" else segments.of_attempt(member.key)
+            if not (is_truncated and self._rules.truncated == "zero_reward"):
+                self._place_rewards(
+                    token_rewards.get(member.key, ()), segments, own, self._builder.num_rows + len(rows)
+                )
+            rows += own
+            row_member += [number] * len(own)
+            self._segment_index += range(len(own))
+            self._num_segments.append(len(own))
+            self._rewards.append(self._rules.final_reward(columns["reward"][place], is_truncated=is_truncated))
+            self._is_truncated.append(is_truncated)
+            self._problems.append(columns["problem_id"][place])
+        self._is_summary += segments.is_summary[rows].tolist()
+        self._builder.add(segments.flat, rows, row_member, self._scores(matched, segments, rows))
+        self._members += members
+
+    def finish(self) -> PackedBatch:
+        """The batch of all members added."""
+        more: dict[str, Any] = {}
+        if self._book is not None:
+            domains = tuple(self._book.domain_of(problem) for problem in self._problems)
+            teachers = (self._book.teacher_of(problem) for problem in self._problems)
+            scored = zip(teachers, self._num_segments, strict=True)
+            ids = tuple(teacher if count else None for teacher, count in scored)
+            more = {"domains": domains, "teacher": self._builder.scores(ids)}
+        amounts, rows, positions = zip(*self._token_rewards, strict=True) if self._token_rewards else ((), (), ())
+        return self._builder.finish(
+            rewards=self._rewards,
+            groups=dense_groups([m.group_id for m in self._members]).tolist(),
+            is_padding=[m.is_padding for m in self._members],
+            segment_index=torch.as_tensor(self._segment_index, dtype=torch.int64),
+            is_summary=torch.as_tensor(self._is_summary, dtype=torch.bool),
+            num_segments=torch.as_tensor(self._num_segments, dtype=torch.int64),
+            is_truncated=torch.as_tensor(self._is_truncated, dtype=torch.bool),
+            token_rewards=TokenRewards(
+                amounts=torch.as_tensor(amounts, dtype=torch.float64),
+                rows=torch.as_tensor(rows, dtype=torch.int64),
+                positions=torch.as_tensor(positions, dtype=torch.int64),
+            ),
+            **more,
+        )
+
+    def _matched(self, folded: Fold, segments: TrainedSegments, members: Sequence[Member]) -> Matched | None:
+        if self._book is None:
+            return None
+        matched = self._book.match(folded, segments, [member.key for member in members])
+        for refused in (matched.refusals, matched.awaiting):
+            for (trajectory, attempt), reason in refused.items():
+                raise UntrainableError(
+                    f"{reason}: trajectory {trajectory} attempt {attempt}: {reasons.REASONS[reason]}; expected a score "
+                    "of its own teacher for each of its segments, have the teacher score it or leave it out"
+                )
+        return matched
+
+    def _scores(self, matched: Matched | None, segments: TrainedSegments, rows: Sequence[int]) -> list[RowScore | None]:
+        if self._book is None or matched is None:
+            return []
+        book, found = self._book, (matched.rows.get(row) for row in rows)
+        return [
+            None if score is None else book.row_score(score, segments.flat, row)
+            for score, row in zip(found, rows, strict=True)
+        ]
+
+    def _place_rewards(
+        self, rewards: Sequence[dict[str, Any]], segments: TrainedSegments, own: Sequence[int], first_row: int
+    ) -> None:
+        """Note rewards of single tokens of a member whose rows are numbered from ``first_row`` on."""
+        for reward in rewards:
+            place = segments.place_of_reward(own, reward["segment_index"], reward["position"]) if own else None
+            if place is not None:
+                self._token_rewards.append((reward["scalar"], first_row + place[0], place[1]))
 
 
 def temperatures_of(folded: Fold, members: Sequence[Member]) -> set[float]:

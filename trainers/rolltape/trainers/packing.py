@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import torch
 
-from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.batch import PackedBatch, TeacherScores
 
 Offsets = npt.NDArray[np.int64]
 
@@ -42,13 +42,13 @@ class FlatSegments:
     @classmethod
     def of(cls, segments: pa.Table) -> Self:
         """From a table of ``fold_schema.SEGMENT_SCHEMA``."""
-        prompt, prompt_at = _values(_column(segments, "prompt_token_ids"))
-        response, response_at = _values(_column(segments, "response_token_ids"))
-        mask, mask_at = _values(_column(segments, "response_mask"))
+        prompt, prompt_at = flat_values(_column(segments, "prompt_token_ids"))
+        response, response_at = flat_values(_column(segments, "response_token_ids"))
+        mask, mask_at = flat_values(_column(segments, "response_mask"))
         log_prob_column = _column(segments, "rollout_log_probs")
-        log_probs, log_probs_at = _values(log_prob_column)
+        log_probs, log_probs_at = flat_values(log_prob_column)
         child = log_prob_column.values
-        versions, versions_at = _values(_column(segments, "policy_versions"))
+        versions, versions_at = flat_values(_column(segments, "policy_versions"))
         return cls(
             prompt=prompt,
             prompt_at=prompt_at,
@@ -78,7 +78,7 @@ def _column(table: pa.Table, name: str) -> pa.ListArray:
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
-def _values(column: pa.ListArray) -> tuple[npt.NDArray[Any], Offsets]:
+def flat_values(column: pa.ListArray) -> tuple[npt.NDArray[Any], Offsets]:
     """Flat values of a list array and its int64 offsets into them. Nulls inside keep their buffer value (0)."""
     offsets = np.asarray(column.offsets, dtype=np.int64)
     child = column.values
@@ -103,6 +103,16 @@ def _bools(child: pa.BooleanArray) -> npt.NDArray[np.bool_]:
     return bits[child.offset - 8 * first :].view(np.bool_)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowScore:
+    """What a teacher said of a row: of its ``L`` tokens from ``start`` on, context tokens counted."""
+
+    start: int
+    log_probs: npt.NDArray[np.float32]  # [L]
+    top_k_ids: npt.NDArray[np.int32] | None = None  # [L, k]
+    top_k_log_probs: npt.NDArray[np.float32] | None = None  # [L, k]
+
+
 class BatchBuilder:
     """Packs rows part by part into one set of tensors.
 
@@ -110,20 +120,41 @@ class BatchBuilder:
     so a batch that is read part by part is held once, at 13 bytes a token beside one part's events.
     """
 
-    def __init__(self, num_members: int = 0) -> None:
-        """Expect about ``num_members`` members in all (0: unknown)."""
+    def __init__(self, num_members: int = 0, *, with_scores: bool = False, top_k: int = 0) -> None:
+        """Expect about ``num_members`` members in all (0: unknown).
+
+        ``with_scores``: teachers' scores are packed too, with the ``top_k`` likeliest tokens of each.
+        """
         self._num_members = num_members
         self._token_ids = np.empty(0, np.int32)
         self._action_mask = np.empty(0, np.bool_)
         self._log_probs = np.empty(0, np.float32)
         self._versions = np.empty(0, np.int32)
+        self._with_scores, self._top_k = with_scores, top_k
+        self._scores = np.empty(0, np.float32)
+        self._top_ids = np.empty((0, top_k), np.int64)
+        self._top_log_probs = np.empty((0, top_k), np.float32)
         self._num_tokens = 0
         self._context_lengths: list[int] = []
         self._lengths: list[int] = []
         self._row_member: list[int] = []
 
-    def add(self, flat: FlatSegments, row_indexes: Sequence[int], row_member: Sequence[int]) -> None:
-        """Pack rows of ``flat`` in the order given; a row may be taken twice (padding copies)."""
+    @property
+    def num_rows(self) -> int:
+        """Rows added so far."""
+        return len(self._lengths)
+
+    def add(
+        self,
+        flat: FlatSegments,
+        row_indexes: Sequence[int],
+        row_member: Sequence[int],
+        scores: Sequence[RowScore | None] = (),
+    ) -> None:
+        """Pack rows of ``flat`` in the order given; a row may be taken twice (padding copies).
+
+        ``scores`` are of each row, where the builder packs any.
+        """
         rows = np.asarray(row_indexes, dtype=np.int64)
         contexts = flat.prompt_at[rows + 1] - flat.prompt_at[rows]
         responses = flat.response_at[rows + 1] - flat.response_at[rows]
@@ -136,6 +167,8 @@ class BatchBuilder:
         for context, response, *places in zip(contexts.tolist(), responses.tolist(), *begins, strict=True):
             self._copy(flat, places, start, start + context, start + context + response)
             start += context + response
+        if self._with_scores:
+            self._add_scores(lengths, scores)
         self._num_tokens = start
         self._context_lengths += contexts.tolist()
         self._lengths += lengths.tolist()
@@ -146,9 +179,12 @@ class BatchBuilder:
             return
         expected = num_tokens * max(1.0, self._num_members / members_so_far)
         size = num_tokens if members_so_far >= self._num_members else int(expected * _MARGIN)
-        for name in ("_token_ids", "_action_mask", "_log_probs", "_versions"):
+        names = ["_token_ids", "_action_mask", "_log_probs", "_versions"]
+        if self._with_scores:
+            names += ["_scores", "_top_ids", "_top_log_probs"]
+        for name in names:
             old = getattr(self, name)
-            new = np.empty(size, old.dtype)
+            new = np.empty((size, *old.shape[1:]), old.dtype)
             new[: self._num_tokens] = old[: self._num_tokens]
             setattr(self, name, new)
 
@@ -168,8 +204,39 @@ class BatchBuilder:
         self._versions[start:middle] = -1
         self._versions[middle:end] = flat.versions[version : version + length]
 
-    def finish(self, *, rewards: Sequence[float], groups: Sequence[int], is_padding: Sequence[bool]) -> PackedBatch:
-        """The batch of all rows added; ``rewards``, dense ``groups`` and ``is_padding`` are of its M members."""
+    def _add_scores(self, lengths: Offsets, scores: Sequence[RowScore | None]) -> None:
+        """Write the scores of rows of these lengths behind the tokens that were there; what has none is NaN and -1."""
+        start = self._num_tokens
+        end = start + int(lengths.sum())
+        self._scores[start:end] = np.nan
+        self._top_ids[start:end] = -1
+        self._top_log_probs[start:end] = np.nan
+        for length, score in zip(lengths.tolist(), scores, strict=True):
+            if score is not None:
+                tokens = slice(start + score.start, start + score.start + len(score.log_probs))
+                self._scores[tokens] = score.log_probs
+                if score.top_k_ids is not None:
+                    self._top_ids[tokens] = score.top_k_ids
+                    self._top_log_probs[tokens] = score.top_k_log_probs
+            start += length
+
+    def scores(self, teacher_ids: tuple[str | None, ...]) -> TeacherScores:
+        """What teachers said of all rows added; ``teacher_ids`` of the members."""
+        total, has_top_k = self._num_tokens, self._top_k > 0
+        return TeacherScores(
+            log_probs=torch.from_numpy(self._scores)[:total],
+            teacher_ids=teacher_ids,
+            top_k_ids=torch.from_numpy(self._top_ids)[:total] if has_top_k else None,
+            top_k_log_probs=torch.from_numpy(self._top_log_probs)[:total] if has_top_k else None,
+        )
+
+    def finish(
+        self, *, rewards: Sequence[float], groups: Sequence[int], is_padding: Sequence[bool], **more: Any
+    ) -> PackedBatch:
+        """The batch of all rows added.
+
+        ``rewards``, dense ``groups`` and ``is_padding`` are of its M members; ``more`` are further fields of the batch.
+        """
         total = self._num_tokens
         lengths = np.asarray(self._lengths, np.int64)
         return PackedBatch(
@@ -183,4 +250,5 @@ class BatchBuilder:
             rewards=torch.as_tensor(rewards, dtype=torch.float64),
             groups=torch.as_tensor(groups, dtype=torch.int64),
             is_padding=torch.as_tensor(is_padding, dtype=torch.bool),
+            **more,
         )

@@ -17,16 +17,18 @@ from rolltape.schema.kinds.training import MEMBER_TYPE
 from rolltape.schema.render import arrow_schema
 from rolltape.store.lake import Lake
 from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.members import (
+    GRPO_RULES,
     Member,
-    add_members,
-    finish_members,
+    MemberPacker,
     fold_index,
     one_temperature,
     temperatures_of,
 )
-from rolltape.trainers.packing import BatchBuilder
 from rolltape.trainers.recorded import read_events
+from rolltape.trainers.score_book import ScoreBook
+from rolltape.trainers.segments import TrainedSegments
 
 MEMBERS_PER_PART: Final = 64
 """Members that are read and folded at once; a whole batch's events would double its memory."""
@@ -41,6 +43,7 @@ _PINNED: Final = (
     "last_event_index",
     "reward_event_ids",
     "mask_event_ids",
+    "teacher_event_ids",
 )
 
 # Tensor names as the trainer sees them, by the digest column that covers each.
@@ -53,8 +56,14 @@ TENSOR_OF_DIGEST: Final = {
 }
 
 
-def member_columns(folded: Fold, members: Sequence[Member]) -> tuple[pa.StructArray, str]:
-    """The ``members`` structs of ``batch_formed`` in order, and the batch digest over their contents."""
+def member_columns(
+    folded: Fold, members: Sequence[Member], rules: BatchRules = GRPO_RULES, book: ScoreBook | None = None
+) -> tuple[pa.StructArray, str]:
+    """The ``members`` structs of ``batch_formed`` in order, and the batch digest over their contents.
+
+    Named are the scores that ``book`` has of each member, where ``rules`` use any. The reward is the tape's, before
+    what the configuration makes of a truncated rollout's.
+    """
     index = fold_index(folded)
     rows = [index[m.trajectory_id, m.attempt] for m in members]
     trajectories = folded.trajectories.take(pa.array(rows, pa.int64())).combine_chunks()
@@ -67,7 +76,6 @@ def member_columns(folded: Fold, members: Sequence[Member]) -> tuple[pa.StructAr
     }
     wanted = [digest_row[m.trajectory_id, m.attempt] for m in members]
     taken = digests.take(pa.array(wanted, pa.int64())).combine_chunks()
-    count = len(members)
 
     def column(name: str) -> pa.Array:
         return _one_array(trajectories[name])
@@ -80,7 +88,7 @@ def member_columns(folded: Fold, members: Sequence[Member]) -> tuple[pa.StructAr
         "member": pa.array([m.member for m in members], pa.int32()),
         "last_event_index": column("last_event_index"),
         "reward_event_ids": column("reward_event_ids"),
-        "teacher_event_ids": pa.nulls(count, _MEMBER["teacher_event_ids"]),
+        "teacher_event_ids": _teacher_event_ids(folded, members, rules, book),
         "mask_event_ids": column("mask_event_ids"),
         "reward": column("reward"),
         "is_padding": pa.array([m.is_padding for m in members], pa.bool_()),
@@ -95,6 +103,16 @@ def member_columns(folded: Fold, members: Sequence[Member]) -> tuple[pa.StructAr
     arrays = [fields[name].cast(type_) for name, type_ in _MEMBER.items()]
     structs = pa.StructArray.from_arrays(arrays, names=list(_MEMBER))
     return structs, batch_digest(fields["content_digest"].to_pylist())
+
+
+def _teacher_event_ids(folded: Fold, members: Sequence[Member], rules: BatchRules, book: ScoreBook | None) -> pa.Array:
+    """Of each member the scores of its trained segments, in their order; null where no scores are read."""
+    if book is None or rules.teacher != "scores":
+        return pa.nulls(len(members), _MEMBER["teacher_event_ids"])
+    segments = TrainedSegments.of(folded, rules)
+    rows = book.match(folded, segments, [member.key for member in members]).rows
+    scored = ([rows[row] for row in segments.of_attempt(member.key)] for member in members)
+    return pa.array([[book.event_id(score) for score in own] for own in scored], _MEMBER["teacher_event_ids"])
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:
@@ -117,12 +135,21 @@ class PinnedBatch:
     temperature: float
 
 
-def read_pinned(lake: Lake, run_id: str, batch_id: str) -> PinnedBatch:
+def read_pinned(lake: Lake, run_id: str, batch_id: str, rules: BatchRules = GRPO_RULES) -> PinnedBatch:
     """Read the events of a recorded batch, exactly those that it names, and pack them part by part.
+
+    Args:
+        lake: where it is.
+        run_id: its run.
+        batch_id: the batch.
+        rules: of the configuration that is to train it: the run's own for a replay, another's for the question what
+            another method would have made of it. Where they use scores and the batch names none, all count that the
+            lake has.
 
     Raises:
         ReplayError: the batch or one of its members is not on the tape.
         DigestMismatchError: a member's content is not what was trained; names the trajectory and the tensor.
+        UntrainableError: the rules need a teacher's scores that the tape does not have.
     """
     row = _batch_row(lake, run_id, batch_id)
     pinned = pc.list_flatten(pc.struct_field(row, "members"))
@@ -132,8 +159,8 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str) -> PinnedBatch:
         for t, a, g, o, m, p in zip(*(columns[name] for name in _PINNED[:6]), strict=True)
     )
     started = lake.read("run_started", run_id=run_id)
-    builder = BatchBuilder(len(members))
-    rewards: list[float] = []
+    book = _pinned_book(lake, run_id, started, rules, columns)
+    packer = MemberPacker(rules, book, num_members=len(members))
     contents: list[str] = []
     reward_tables: list[pa.Table] = []
     temperatures: set[float] = set()
@@ -142,21 +169,37 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str) -> PinnedBatch:
         events = _pinned_events(lake, run_id, {name: values[part] for name, values in columns.items()})
         folded = fold({**events, "run_started": started})
         _require_members(batch_id, folded, members[part])
-        structs, _ = member_columns(folded, members[part])
+        structs, _ = member_columns(folded, members[part], rules)
         _compare(batch_id, pinned[part], structs)
         contents += structs.field("content_digest").to_pylist()
-        rewards += add_members(builder, folded, members[part], first)
+        packer.add(folded, members[part])
         reward_tables.append(events["reward_assigned"])
         temperatures |= temperatures_of(folded, members[part])
     return PinnedBatch(
         batch_id=batch_id,
         step=pc.struct_field(row, "step")[0].as_py(),
         members=members,
-        packed=finish_members(builder, members, rewards),
+        packed=packer.finish(),
         digest=batch_digest(contents),
         rewards=pa.concat_tables(reward_tables) if reward_tables else arrow_schema("reward_assigned").empty_table(),
         temperature=one_temperature(temperatures),
     )
+
+
+def _pinned_book(
+    lake: Lake, run_id: str, started: pa.Table, rules: BatchRules, columns: Mapping[str, list[Any]]
+) -> ScoreBook | None:
+    """What teachers said of a batch's members: exactly the scores that it names, all where it names none."""
+    if not rules.uses_teacher:
+        return None
+    events = {kind: lake.read(kind, run_id=run_id) for kind in ("problem_registered", "teacher_routed")}
+    if rules.teacher == "scores":
+        scored = lake.read("teacher_scored", run_id=run_id, trajectory_ids=sorted(set(columns["trajectory_id"])))
+        named = [event for ids in columns["teacher_event_ids"] for event in ids or ()]
+        if named:
+            scored = scored.filter(pc.is_in(scored["event_id"], pa.array(named, pa.string())))
+        events["teacher_scored"] = scored
+    return ScoreBook.of(events, started, rules)
 
 
 def _batch_row(lake: Lake, run_id: str, batch_id: str) -> pa.StructArray:

@@ -11,9 +11,16 @@ import pyarrow as pa
 from rolltape.schema.fold import fold
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.batch import PackedBatch
-from rolltape.trainers.groups import PadRule
-from rolltape.trainers.members import Dropped, Member, add_members, finish_members, one_temperature, temperatures_of
-from rolltape.trainers.packing import BatchBuilder
+from rolltape.trainers.batch_rules import BatchRules
+from rolltape.trainers.members import (
+    GRPO_RULES,
+    Dropped,
+    Member,
+    MemberPacker,
+    one_temperature,
+    temperatures_of,
+)
+from rolltape.trainers.score_book import ScoreBook
 
 DECODED_PER_PART: Final = 64
 """Trajectories read and folded at once where a read decodes files: as a lake does."""
@@ -38,10 +45,10 @@ class Assembled:
 def assemble(
     read: ReadEvents,
     groups: Sequence[Sequence[str]],
-    rules: VersionRules,
+    versions: VersionRules,
+    rules: BatchRules = GRPO_RULES,
+    book: ScoreBook | None = None,
     *,
-    pad_rule: PadRule = "gt_half",
-    group_method: bool = True,
     trajectories_per_part: int | None = DECODED_PER_PART,
 ) -> Assembled:
     """Assemble the trajectories of ``groups`` (ids of each group), in that order of groups.
@@ -49,24 +56,23 @@ def assemble(
     Args:
         read: called once a part.
         groups: whole groups; one is never split over two parts.
-        rules: see :func:`plan_batch`, as for ``pad_rule`` and ``group_method``.
-        pad_rule: see ``rules``.
-        group_method: see ``rules``.
+        versions: as in :func:`plan_batch`, like the next two.
+        rules: see there.
+        book: see there.
         trajectories_per_part: about so many are read and folded at once. None: as :func:`room` says, for events that
             are slices of mapped memory (a recent window's).
 
     Raises:
         UntrainableError: ``group_of_one``, or actions sampled at several temperatures.
     """
-    builder = BatchBuilder(sum(len(group) for group in groups))
+    packer = MemberPacker(rules, book, num_members=sum(len(group) for group in groups))
     members: list[Member] = []
     dropped: list[Dropped] = []
-    rewards: list[float] = []
     temperatures: set[float] = set()
     for ids in _parts(groups, trajectories_per_part):
         folded = fold(read(ids))
-        plan = plan_batch(folded, rules, pad_rule=pad_rule, group_method=group_method)
-        rewards += add_members(builder, folded, plan.members, len(members))
+        plan = plan_batch(folded, versions, rules, book)
+        packer.add(folded, plan.members)
         temperatures |= temperatures_of(folded, plan.members)
         members += plan.members
         dropped += plan.dropped
@@ -74,7 +80,7 @@ def assemble(
         pa.default_memory_pool().release_unused()
     return Assembled(
         plan=BatchPlan(members=tuple(members), dropped=tuple(dropped)),
-        packed=finish_members(builder, members, rewards),
+        packed=packer.finish(),
         temperature=one_temperature(temperatures),
     )
 

@@ -12,8 +12,12 @@ from rolltape.schema.cursor import Cursor
 from rolltape.schema.fold import Fold
 from rolltape.schema.runline import RunLine
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
+from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.collect import StepCollector
-from rolltape.trainers.groups import PadRule
+from rolltape.trainers.members import GRPO_RULES, pack_members
+from rolltape.trainers.pinned import member_columns
+from rolltape.trainers.score_book import ScoreBook
 
 _POLL_S: Final = 0.5
 
@@ -26,12 +30,22 @@ class Gathered:
     plan: BatchPlan
     rewards: pa.Table  # reward_assigned of the members
     cursors: tuple[Cursor, Cursor]  # before and after
+    rules: BatchRules = GRPO_RULES
+    book: ScoreBook | None = None  # what teachers said, where the rules use it
+
+    def member_columns(self) -> tuple[pa.StructArray, str]:
+        """The members as ``batch_formed`` names them, and the batch digest."""
+        return member_columns(self.folded, self.plan.members, self.rules, self.book)
+
+    def packed(self) -> PackedBatch:
+        """The members' tensors."""
+        return pack_members(self.folded, self.plan.members, self.rules, self.book)
 
 
 class BatchSource(Protocol):
     """Gathers batches from the log."""
 
-    def gather(self, step: int, rules: VersionRules) -> Gathered:
+    def gather(self, step: int, versions: VersionRules) -> Gathered:
         """Wait until a batch for ``step`` is there."""
         ...
 
@@ -47,19 +61,25 @@ class BatchSource(Protocol):
 class LockStepSource:
     """All groups of the step, and nothing else."""
 
-    def __init__(self, collector: StepCollector, line: RunLine, *, num_members: int, pad_rule: PadRule) -> None:
+    def __init__(self, collector: StepCollector, line: RunLine, *, num_members: int, rules: BatchRules) -> None:
         self._collector = collector
         self._line = line
         self._num_members = num_members
-        self._pad_rule: PadRule = pad_rule
+        self._rules = rules
 
-    def gather(self, step: int, rules: VersionRules) -> Gathered:
-        """Wait until every member of the step has ended and was judged."""
-        collector = self._collector
-        while (folded := collector.complete(step, self._num_members, self._line)) is None:
+    def gather(self, step: int, versions: VersionRules) -> Gathered:
+        """Wait until every member of the step has ended, was judged and, where teachers say how, was scored."""
+        collector, rules = self._collector, self._rules
+        while True:
+            folded = collector.complete(step, self._num_members, self._line)
+            if folded is not None:
+                book = collector.book(rules)
+                plan = plan_batch(folded, versions, rules, book)
+                if not plan.awaiting:
+                    break
             collector.poll(_POLL_S)
-        plan = plan_batch(folded, rules, pad_rule=self._pad_rule)
-        return Gathered(folded=folded, plan=plan, rewards=collector.rewards_of(plan.members), cursors=collector.cursors)
+        rewards = collector.rewards_of(plan.members)
+        return Gathered(folded=folded, plan=plan, rewards=rewards, cursors=collector.cursors, rules=rules, book=book)
 
     def consumed(self) -> None:
         """Nothing of the next step came yet: its dispatch waits for this one's completion."""

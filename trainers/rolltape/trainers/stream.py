@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,11 +17,13 @@ from rolltape.ingest.log import Delivery, LogReader
 from rolltape.schema import reasons
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.fold import Fold
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.buffer import EventBuffer
 from rolltape.trainers.members import Dropped, Member
+from rolltape.trainers.score_book import ScoreBook
+from rolltape.trainers.segments import Attempt
 
-Attempt = tuple[str, int]
-"""(trajectory, attempt)."""
+_OF_NO_GROUP: Final = ("dead_letter_redriven", "teacher_routed", "problem_registered")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,9 +80,11 @@ class GroupStream:
         run_started: pa.Table,
         consumed: Consumed,
         clock: Callable[[], float],
+        known: Mapping[str, pa.Table] | None = None,
     ) -> None:
+        """``known``: problems and routes of the run that the reader does not come by."""
         self._reader = reader
-        self._events = EventBuffer(run_id, run_started)
+        self._events = EventBuffer(run_id, run_started, known)
         self._consumed = consumed
         self._clock = clock
         self._group_of: dict[str, str] = {}
@@ -107,6 +112,8 @@ class GroupStream:
         for group in self.groups.values():
             if group.group_id not in without:
                 offsets[group.place] = min(group.first_offset, offsets.get(group.place, group.first_offset))
+        for place, offset in self._events.first_offsets("teacher_scored", without).items():
+            offsets[place] = min(offset, offsets.get(place, offset))
         return Cursor(offsets)
 
     def fold(self, groups: Iterable[OpenGroup]) -> Fold:
@@ -116,6 +123,10 @@ class GroupStream:
     def actions(self) -> pa.Table:
         """The ``action_sampled`` rows held."""
         return self._events.all_of("action_sampled")
+
+    def book(self, rules: BatchRules) -> ScoreBook | None:
+        """What teachers said so far, where ``rules`` use it."""
+        return self._events.book(rules)
 
     def rewards_of(self, members: tuple[Member, ...]) -> pa.Table:
         """The ``reward_assigned`` rows of these members' attempts."""
@@ -133,7 +144,7 @@ class GroupStream:
         for item in self._late:
             self._consumed.given_up[item.group_id or ""].add((item.trajectory_id, item.attempt))
         self._late = []
-        self._events.keep(self._group_of)
+        self._events.keep(self._group_of, used_groups=self._consumed.groups)
 
     def close(self) -> None:
         """Stop reading."""
@@ -145,11 +156,20 @@ class GroupStream:
             return False
         if delivery.kind == "rollout_dispatched":
             table = self._dispatched(table, delivery.partition)
-        elif delivery.kind != "dead_letter_redriven":
+        elif delivery.kind == "teacher_scored":
+            table = self._scored(table)
+        elif delivery.kind not in _OF_NO_GROUP:
             table = table.filter(pc.is_in(table["trajectory_id"], pa.array(list(self._group_of), pa.string())))
             self._note(delivery.kind, table)
         self._events.add(delivery.kind, table)
         return bool(table.num_rows)
+
+    def _scored(self, table: pa.Table) -> pa.Table:
+        """Scores of groups that are not consumed; of some the dispatch may not have come by yet."""
+        groups = table["group_id"].to_pylist()
+        for group_id in set(groups) & self.groups.keys():
+            self.groups[group_id].is_unfinished = False
+        return table.filter(pa.array([group_id not in self._consumed.groups for group_id in groups], pa.bool_()))
 
     def _dispatched(self, table: pa.Table, place: Partition) -> pa.Table:
         """Note what was handed out for training; gives the rows of groups that are not consumed."""

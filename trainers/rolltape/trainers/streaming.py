@@ -20,11 +20,14 @@ from rolltape.schema import reasons
 from rolltape.schema.fold import Fold
 from rolltape.store.lake import Lake
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.collect import unfinished
-from rolltape.trainers.groups import PadRule
 from rolltape.trainers.history import RunHistory
+from rolltape.trainers.members import GRPO_RULES
+from rolltape.trainers.score_book import ScoreBook
+from rolltape.trainers.segments import Attempt
 from rolltape.trainers.source import Gathered, groups_of
-from rolltape.trainers.stream import Attempt, Consumed, GroupStream, OpenGroup
+from rolltape.trainers.stream import Consumed, GroupStream, OpenGroup
 
 _POLL_S: Final = 0.05
 _GIVEN_UP: Final = frozenset({reasons.GROUP_INCOMPLETE, reasons.OPEN})
@@ -37,14 +40,14 @@ class StreamRules:
     Attributes:
         num_groups: groups of a batch.
         group_timeout_s: a group that is not complete so long after it was first seen is overdue.
-        train_overdue: train overdue groups with the members they have, as ``pad_rule`` allows; else drop them.
-        pad_rule: which incomplete groups are filled up.
+        train_overdue: train overdue groups with the members they have, as the batch's rules allow; else drop them.
+        batch: who may be trained.
     """
 
     num_groups: int
     group_timeout_s: float
     train_overdue: bool = False
-    pad_rule: PadRule = "gt_half"
+    batch: BatchRules = GRPO_RULES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class _Choice:
     plan: BatchPlan
     taken: Sequence[str]  # groups to train, lowest ordinal first
     refused: Collection[str]  # groups of which nothing is trained
+    book: ScoreBook | None  # what teachers said, where the rules use it
 
 
 class StreamSource:
@@ -87,7 +91,7 @@ class StreamSource:
         self._began = clock()  # when the wait for the present batch began
         self._seen = (-1.0, -1)  # news and overdue groups at the last look in vain
 
-    def gather(self, step: int, rules: VersionRules) -> Gathered:  # noqa: ARG002  # a step has no groups of its own
+    def gather(self, step: int, versions: VersionRules) -> Gathered:  # noqa: ARG002  # a step has no groups of its own
         """Wait until enough groups are complete and fresh enough.
 
         Fewer make a batch, and none a skipped step, where groups had to be dropped and nothing came since for
@@ -96,11 +100,11 @@ class StreamSource:
         self._began = self._clock()
         while self._stream.poll(0.0):
             pass  # what came while the last batch was trained is no reason to wait, nor to give anything up
-        found = self._look(rules)
+        found = self._look(versions)
         while found is None:
             self._meanwhile()
             self._stream.poll(_POLL_S)
-            found = self._look(rules)
+            found = self._look(versions)
         return found
 
     def consumed(self) -> None:
@@ -112,7 +116,7 @@ class StreamSource:
         """Stop reading."""
         self._stream.close()
 
-    def _look(self, rules: VersionRules) -> Gathered | None:
+    def _look(self, versions: VersionRules) -> Gathered | None:
         now = self._clock()
         groups = self._stream.groups.values()
         overdue = [g for g in groups if not g.is_complete and now - g.since >= self._rules.group_timeout_s]
@@ -122,7 +126,7 @@ class StreamSource:
             return None
         if self._seen == (self._stream.last_news, len(overdue)) and not is_quiet:
             return None
-        choice = self._choose(candidates, rules)
+        choice = self._choose(candidates, versions)
         given_up = [] if self._rules.train_overdue else overdue
         if len(choice.taken) < self._rules.num_groups and not (is_quiet and (choice.refused or given_up)):
             self._seen = (self._stream.last_news, len(overdue))
@@ -130,18 +134,19 @@ class StreamSource:
         self._seen = (-1.0, -1)
         return self._gathered(choice, given_up)
 
-    def _choose(self, candidates: Sequence[OpenGroup], rules: VersionRules) -> _Choice:
-        folded = self._stream.fold(candidates)
+    def _choose(self, candidates: Sequence[OpenGroup], versions: VersionRules) -> _Choice:
+        folded, book = self._stream.fold(candidates), self._stream.book(self._rules.batch)
+        versions = replace(versions, off_line=attempts_off_line(self._stream.actions(), self._live_versions))
+        plan = plan_batch(folded, versions, self._rules.batch, book)
         current = folded.trajectories.filter(folded.trajectories["is_current"])
         waiting = set(unfinished(current)["group_id"].to_pylist())
+        waiting |= {d.group_id for d in plan.dropped if (d.trajectory_id, d.attempt) in plan.awaiting}
         for group in candidates:
             group.is_unfinished = group.is_complete and group.group_id in waiting
         ready = {group.group_id: group.ordinal for group in candidates if not group.is_unfinished}
-        rules = replace(rules, off_line=attempts_off_line(self._stream.actions(), self._live_versions))
-        plan = plan_batch(folded, rules, pad_rule=self._rules.pad_rule)
         trainable = [group for group in groups_of(plan) if group in ready]
         taken = sorted(trainable, key=lambda group: ready[group])[: self._rules.num_groups]
-        return _Choice(folded=folded, plan=plan, taken=taken, refused=ready.keys() - set(trainable))
+        return _Choice(folded=folded, plan=plan, taken=taken, refused=ready.keys() - set(trainable), book=book)
 
     def _gathered(self, choice: _Choice, given_up: Sequence[OpenGroup]) -> Gathered:
         named = {*choice.taken, *choice.refused}
@@ -156,6 +161,8 @@ class StreamSource:
             plan=BatchPlan(members=members, dropped=tuple(dropped)),
             rewards=self._stream.rewards_of(members),
             cursors=(before, self._cursor),
+            rules=self._rules.batch,
+            book=choice.book,
         )
 
 
