@@ -23,7 +23,7 @@ class Span(NamedTuple):
     source_start: int = 0  # place of the first id among that event's tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Step:
     """One turn: what the policy did (in several parts where it was interrupted), then what it saw."""
 
@@ -37,7 +37,7 @@ class Step:
         return self.actions if self.observation is None else (*self.actions, self.observation)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Context:
     """``head`` (the prompt, or what a rewrite put in its place) and the turns after it."""
 

@@ -12,7 +12,7 @@ from rolltape.rollout.environment import Problem
 from rolltape.schema.reward import RewardComponent
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Play:
     """A rollout of a batch. Rows that are played only for the batch's composition are not ``recorded``."""
 

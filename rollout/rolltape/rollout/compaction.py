@@ -92,7 +92,8 @@ def shortened(
     folded = context.folded(keep, placeholder)
     if discard_above and len(folded) > discard_above:
         return Context(context.head), DISCARD_ALL
-    return None if folded.steps == context.steps else (folded, KEEP_RECENT)
+    is_same = all(new is old for new, old in zip(folded.steps, context.steps, strict=True))
+    return None if is_same else (folded, KEEP_RECENT)
 
 
 def check_budgets(config: AgentConfig, sampling: SamplingConfig, *, budget: int, instruction_length: int) -> None:
