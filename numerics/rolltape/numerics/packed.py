@@ -125,14 +125,24 @@ def _build(
     )
 
 
+def states_before(model: nn.Module, batch: MicroBatch) -> Tensor:
+    """The model's last hidden state before each scored token, ``[M, H]``, with gradient."""
+    hidden = model_parts(model).backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+    states: Tensor = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.source)
+    return states
+
+
 def score_micro_batch(
     model: nn.Module, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
 ) -> TokenLogProbs:
     """Log-probs ``[M]`` (and entropy) of a micro-batch's scored tokens, differentiable in the model's parameters."""
-    backbone, output_weight = model_parts(model)
-    hidden = backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state
-    states = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.source)
-    return linear_log_probs(states, output_weight, batch.targets, temperature=temperature, with_entropy=with_entropy)
+    return linear_log_probs(
+        states_before(model, batch),
+        model_parts(model).output_weight,
+        batch.targets,
+        temperature=temperature,
+        with_entropy=with_entropy,
+    )
 
 
 def packed_log_probs(

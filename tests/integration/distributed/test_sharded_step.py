@@ -18,10 +18,12 @@ from rolltape.numerics.packed import MicroBatch, micro_batches, packed_log_probs
 from rolltape.numerics.weights import named_gradients, named_weights
 from rolltape.schema.errors import ConfigError
 from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.compute import decoder_blocks
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.learner import Learner, make_optimizer
 from rolltape.trainers.ranks import ONE_PROCESS, Ranks
-from rolltape.trainers.sharded import ShardedRanks, broadcast_batch, decoder_blocks, recompute_blocks
-from rolltape.trainers.step import StepOutcome, make_optimizer, train_step
+from rolltape.trainers.sharded import ShardedRanks, broadcast_batch, recompute_blocks
+from rolltape.trainers.step import StepOutcome, train_step
 
 CONTEXTS = (3, 2, 4, 1, 3, 2, 5)
 RESPONSES = (4, 1, 6, 3, 2, 5, 0)
@@ -95,7 +97,9 @@ def run_step(config: TrainerConfig, options: Options, *, sharded: bool) -> Found
         recompute_blocks(model)
     ranks: Ranks = ShardedRanks(model, compute_dtype=options.compute_dtype) if sharded else ONE_PROCESS
     optimizer = make_optimizer(model, config)
-    outcome = train_step(model, optimizer, reordered(options.order), config, step=1, temperature=0.9, ranks=ranks)
+    outcome = train_step(
+        Learner(model, optimizer), reordered(options.order), config, step=1, temperature=0.9, ranks=ranks
+    )
     gradients, weights = (dict(ranks.whole(named(model))) for named in (named_gradients, named_weights))
     return Found(outcome, *({k: v.clone() for k, v in part.items()} for part in (gradients, weights)))
 
@@ -224,7 +228,7 @@ def shards_of_a_step() -> tuple[int, int, int]:
     model = build_model(MODEL, 1)
     ranks = ShardedRanks(model)
     optimizer = make_optimizer(model, CONFIG)
-    train_step(model, optimizer, batch(), CONFIG, step=1, temperature=1.0, ranks=ranks)
+    train_step(Learner(model, optimizer), batch(), CONFIG, step=1, temperature=1.0, ranks=ranks)
     parameters = list(model.parameters())
     moments = [optimizer.state[parameter]["exp_avg"] for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -125,7 +125,7 @@ def version(number: int) -> PolicyVersion:
 
 def test_a_rollover_commits_the_newest_version_that_every_engine_has_staged() -> None:
     engines = Engines("a", "b")
-    rollover = Rollover(engines.coordinator, max_waiting=3)
+    rollover = Rollover(engines.coordinator, version(0), max_waiting=3)
     for number in (1, 2, 3):
         rollover.published(version(number))
     engines.stage("a", 1)
@@ -133,8 +133,10 @@ def test_a_rollover_commits_the_newest_version_that_every_engine_has_staged() ->
     rollover.settle()
     assert engines.committed() == []
     engines.stage("a", 2)
+    assert rollover.serving == version(0)
     rollover.settle()
     assert engines.committed() == [2]
+    assert rollover.serving == version(2)
     engines.stage("b", 1)
     rollover.settle()
     assert engines.committed() == [2], "versions go forward only"
@@ -146,7 +148,7 @@ def test_a_rollover_commits_the_newest_version_that_every_engine_has_staged() ->
 
 def test_a_rollover_holds_the_trainer_back_until_a_version_serves() -> None:
     engines = Engines("a")
-    rollover = Rollover(engines.coordinator, max_waiting=1)
+    rollover = Rollover(engines.coordinator, version(0), max_waiting=1)
     rollover.published(version(1))
     engines.stage("a", 1)
     rollover.published(version(2))  # version 1 serves, 2 waits

@@ -7,10 +7,11 @@ from tests.group_streams import TIMEOUT_S, GroupWriter, StreamTrainer
 from rolltape.ingest.memory import MemoryLog
 from rolltape.schema import reasons
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.learner import Learner, make_optimizer
 from rolltape.trainers.members import one_temperature, pack_members, temperatures_of
 from rolltape.trainers.pinned import member_columns
 from rolltape.trainers.records import batch_formed_columns, tokens_trained_columns
-from rolltape.trainers.step import make_optimizer, train_step
+from rolltape.trainers.step import train_step
 from rolltape.trainers.summary import component_means, step_metrics
 
 
@@ -41,7 +42,7 @@ def test_a_batch_without_members_is_a_skipped_step() -> None:
     config = TrainerConfig(algorithm="dis", epsilon_low=0.5, epsilon_high=1.0)
     model = build_model("char-64x2", 0)
     temperature = one_temperature(temperatures_of(found.folded, found.plan.members))
-    outcome = train_step(model, make_optimizer(model, config), packed, config, step=1, temperature=temperature)
+    outcome = train_step(Learner(model, make_optimizer(model, config)), packed, config, step=1, temperature=temperature)
     assert outcome.skipped
     metrics = step_metrics(
         packed, found.plan, outcome, config, newest_version=9, component_means=component_means(found.rewards)

@@ -15,7 +15,8 @@ from rolltape.numerics.packed import packed_log_probs
 from rolltape.numerics.weights import load_weights, named_weights
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.config import TrainerConfig
-from rolltape.trainers.step import StepOutcome, make_optimizer, train_step
+from rolltape.trainers.learner import Learner, make_optimizer
+from rolltape.trainers.step import StepOutcome, train_step
 
 CONTEXTS = (3, 2, 4, 1, 3, 2)
 RESPONSES = (4, 1, 6, 3, 2, 5)
@@ -51,7 +52,7 @@ def batch() -> PackedBatch:
 def step(config: TrainerConfig = CONFIG, on: PackedBatch | None = None) -> tuple[StepOutcome, dict[str, Tensor]]:
     """Outcome of a first step, and the gradients that it used."""
     model = build_model("char-64x2", 1)
-    outcome = train_step(model, make_optimizer(model, config), on or batch(), config, temperature=1.0, step=1)
+    outcome = train_step(Learner(model, make_optimizer(model, config)), on or batch(), config, temperature=1.0, step=1)
     return outcome, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -153,7 +154,11 @@ def test_a_batch_without_a_trusted_token_moves_nothing() -> None:
     optimizer = make_optimizer(model, config)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     outcome = train_step(
-        model, optimizer, dataclasses.replace(batch(), rollout_log_probs=far), config, temperature=1.0, step=1
+        Learner(model, optimizer),
+        dataclasses.replace(batch(), rollout_log_probs=far),
+        config,
+        temperature=1.0,
+        step=1,
     )
     assert outcome.skipped
     assert outcome.loss == 0.0
@@ -165,11 +170,11 @@ def test_a_batch_without_a_trusted_token_moves_nothing() -> None:
 def test_a_second_step_starts_from_no_gradient() -> None:
     model = build_model("char-64x2", 1)
     optimizer = make_optimizer(model, CONFIG)
-    train_step(model, optimizer, batch(), CONFIG, temperature=1.0, step=1)
+    train_step(Learner(model, optimizer), batch(), CONFIG, temperature=1.0, step=1)
     fresh = build_model("char-64x2", 2)
     load_weights(fresh, named_weights(model))
-    second = train_step(model, optimizer, batch(), CONFIG, temperature=1.0, step=2)
-    alone = train_step(fresh, make_optimizer(fresh, CONFIG), batch(), CONFIG, temperature=1.0, step=2)
+    second = train_step(Learner(model, optimizer), batch(), CONFIG, temperature=1.0, step=2)
+    alone = train_step(Learner(fresh, make_optimizer(fresh, CONFIG)), batch(), CONFIG, temperature=1.0, step=2)
     assert second.gradient_digests == alone.gradient_digests
     assert second.loss_bits == alone.loss_bits
 

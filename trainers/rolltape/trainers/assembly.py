@@ -29,6 +29,7 @@ from rolltape.trainers.staleness import version_refusal
 # Where the tape gives no ordinal (imports): behind all that have one.
 _NO_PLACE: Final = 2**31 - 1
 _SMALLEST_GROUP: Final = 2
+_RAW: Final = "raw"
 
 _CANDIDATE: Final = [
     "trajectory_id",
@@ -44,6 +45,8 @@ _CANDIDATE: Final = [
     "min_version",
     "max_version",
     "num_action_tokens",
+    "logprobs_mode",
+    "temperature",
     "is_current",
 ]
 
@@ -95,6 +98,8 @@ def refusal(row: dict[str, Any], versions: VersionRules, rules: BatchRules = GRP
         found.remove(reasons.REWARD_MISSING)
     if found:
         return str(found[0])
+    if str(row["logprobs_mode"] or "").startswith(_RAW) and row["temperature"] not in {None, 1.0}:
+        return reasons.UNSCALED_LOG_PROBS  # of another distribution than the one that sampled; never rescaled (§5.3)
     low, high = row["min_version"], row["max_version"]
     if low is None or high is None:
         return None if row["num_action_tokens"] == 0 else reasons.UNKNOWN_VERSION

@@ -73,6 +73,7 @@ def compaction_advantages(
     segment_index: Tensor,
     gamma: float,
     lam: float | Tensor,
+    bootstrap: Tensor | None = None,
 ) -> Tensor:
     """``(γλ)^N_after`` times the segment's own advantage, whole; ``[N]`` float64.
 
@@ -85,6 +86,8 @@ def compaction_advantages(
         gamma: discount per trainable token.
         lam: one λ, or ``[B]`` and equal over a rollout (D16): only then does the multiplier equal the distance to the
             reward.
+        bootstrap: ``[B]``, value after each segment's last token; default 0, and 0 for all but a rollout's last
+            segment, where a rollout that was cut by length may have one.
 
     Raises:
         ConfigError: γ or λ outside [0, 1], or λ differs within a rollout.
@@ -92,7 +95,8 @@ def compaction_advantages(
     """
     _check_lambda(lam, rollout_of_row)
     after = tokens_after(rows, rollout_of_row, segment_index)
-    local = generalised_advantages(values, terminal_rewards(rewards, rows), rows, gamma=gamma, lam=lam)
+    ends = terminal_rewards(rewards, rows)
+    local = generalised_advantages(values, ends, rows, gamma=gamma, lam=lam, bootstrap=bootstrap)
     factor = torch.as_tensor(lam, dtype=torch.float64, device=local.device) * gamma
     return torch.pow(factor.expand(after.shape), after.double())[rows] * local
 
@@ -121,6 +125,8 @@ def compaction_policy_loss(
     ratio: Ratio = "ppo",
     eps_low: float = 0.2,
     eps_high: float = 0.2,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
     is_partial: bool = False,
 ) -> PolicyLoss:
     """PPO's clipped loss, or DIS (``ratio="dis"``, unpublished, and recorded as such), with corrected advantages.
@@ -134,6 +140,8 @@ def compaction_policy_loss(
         ratio: ``ppo`` or ``dis``.
         eps_low: of the clip, or of the gate.
         eps_high: likewise.
+        entropy: ``[N]``, with gradient, if there is an entropy bonus.
+        entropy_coef: its coefficient (D33).
         is_partial: as in :func:`rolltape.trainers.losses.clipped_policy_loss`.
 
     Raises:
@@ -141,7 +149,15 @@ def compaction_policy_loss(
     """
     if ratio == "dis":
         return dis_policy_loss(
-            current_logp, rollout_logp, advantage, agg_w, eps_low=eps_low, eps_high=eps_high, is_partial=is_partial
+            current_logp,
+            rollout_logp,
+            advantage,
+            agg_w,
+            eps_low=eps_low,
+            eps_high=eps_high,
+            entropy=entropy,
+            entropy_coef=entropy_coef,
+            is_partial=is_partial,
         )
     if ratio != "ppo":
         raise ConfigError(f"ratio: expected ppo or dis, got {ratio!r}")
@@ -154,6 +170,8 @@ def compaction_policy_loss(
         eps_low=eps_low,
         eps_high=eps_high,
         rollout_logp=rollout_logp,
+        entropy=entropy,
+        entropy_coef=entropy_coef,
         is_partial=is_partial,
     )
 

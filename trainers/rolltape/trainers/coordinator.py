@@ -184,7 +184,9 @@ class Rollover:
     for the next. At most ``max_waiting`` are published beyond the newest that serves.
     """
 
-    def __init__(self, coordinator: Coordinator, max_waiting: int = 1) -> None:
+    def __init__(self, coordinator: Coordinator, serving: PolicyVersion, max_waiting: int = 1) -> None:
+        """``serving`` is in effect now."""
+        self.serving = serving
         self._coordinator = coordinator
         self._max_waiting = max_waiting
         self._waiting: list[PolicyVersion] = []  # newest first
@@ -209,6 +211,7 @@ class Rollover:
             self._serves(found)
 
     def _serves(self, version: PolicyVersion) -> None:
+        self.serving = version
         self._waiting = self._waiting[: self._waiting.index(version)]
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from rolltape.schema.errors import ConfigError
 from rolltape.trainers.dis import score_policy_loss
-from rolltape.trainers.gates import PopValue, closed_gate, no_gate
-from rolltape.trainers.losses import PolicyLoss, check_lengths, icepop_policy_loss
-from rolltape.trainers.safe_math import raw_ratio
+from rolltape.trainers.gates import Gate, PopValue, closed_gate, no_gate
+from rolltape.trainers.losses import Correction, PolicyLoss, check_lengths, entropy_term, icepop_policy_loss
+from rolltape.trainers.reverse_kl import TokenDivergence
+from rolltape.trainers.safe_math import raw_ratio, trusted_log_probs, weighted_sum
 
 OpdForm = Literal["eq1", "score"]
 
@@ -95,8 +96,13 @@ def opd_policy_loss(
     eps_low: float = 0.2,
     eps_high: float = 0.28,
     pop_value: PopValue = "ratio",
+    correction: Correction = "icepop",
+    tis_low: float = 0.0,
+    tis_high: float = 2.0,
     score_low: float | None = None,
     score_high: float | None = None,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
     is_partial: bool = False,
 ) -> PolicyLoss:
     """The gap (or its mix with a task's advantage) in one of two losses (D11).
@@ -116,8 +122,13 @@ def opd_policy_loss(
         eps_low: ``eq1``: PPO's clip.
         eps_high: likewise.
         pop_value: ``eq1``: what a kept token weighs.
+        correction: ``eq1``: as in :func:`rolltape.trainers.losses.icepop_policy_loss`, like the two ends of TIS.
+        tis_low: likewise.
+        tis_high: likewise.
         score_low: ``score``: smallest ratio kept.
         score_high: largest.
+        entropy: ``[N]``, with gradient, if there is an entropy bonus.
+        entropy_coef: its coefficient (D33).
         is_partial: as in :func:`rolltape.trainers.losses.clipped_policy_loss`.
 
     Raises:
@@ -134,6 +145,11 @@ def opd_policy_loss(
             eps_low=eps_low,
             eps_high=eps_high,
             pop_value=pop_value,
+            correction=correction,
+            tis_low=tis_low,
+            tis_high=tis_high,
+            entropy=entropy,
+            entropy_coef=entropy_coef,
             is_partial=is_partial,
         )
     if form != "score":
@@ -142,4 +158,70 @@ def opd_policy_loss(
         raise ConfigError(f"score_low, score_high: expected both or none, got {score_low} and {score_high}")
     ratio = raw_ratio(current_logp, rollout_logp)
     gate = no_gate(ratio) if score_low is None or score_high is None else closed_gate(ratio, score_low, score_high)
-    return score_policy_loss(current_logp, gate, advantage, agg_w, rollout_logp=rollout_logp, is_partial=is_partial)
+    return score_policy_loss(
+        current_logp,
+        gate,
+        advantage,
+        agg_w,
+        rollout_logp=rollout_logp,
+        entropy=entropy,
+        entropy_coef=entropy_coef,
+        is_partial=is_partial,
+    )
+
+
+def divergence_policy_loss(
+    current_logp: Tensor,
+    found: TokenDivergence,
+    agg_w: Tensor,
+    *,
+    rollout_logp: Tensor,
+    coefficient: float = 1.0,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    is_partial: bool = False,
+) -> PolicyLoss:
+    """``sum(agg_w * D)`` over tokens whose divergence is a number (§4.8).
+
+    States are constants, so no ratio enters; a token whose recorded log-prob is none is left out all the same, because
+    nothing says that its id was sampled.
+
+    Args:
+        current_logp: ``[N]``, of the sampled tokens.
+        found: of the same tokens, with gradient.
+        agg_w: ``[N]``, of the whole batch, mode ``seq_mean``.
+        rollout_logp: ``[N]``, as recorded.
+        coefficient: factor of the divergence.
+        entropy: ``[N]``, with gradient, if there is an entropy bonus.
+        entropy_coef: its coefficient (D33).
+        is_partial: as in :func:`rolltape.trainers.losses.clipped_policy_loss`.
+
+    Raises:
+        ConfigError: tensors have different lengths.
+    """
+    check_lengths(current_logp, found.divergence, found.trusted, agg_w, rollout_logp)
+    bad = ~trusted_log_probs(rollout_logp.detach())
+    finite = found.trusted & torch.isfinite(found.divergence.detach()) & torch.isfinite(current_logp.detach())
+    trusted = finite & ~bad
+    zero = torch.zeros_like(found.divergence)
+    token_losses = coefficient * torch.where(trusted, found.divergence, zero)
+    loss = weighted_sum(token_losses, agg_w)
+    entropy_loss = 0.0
+    if entropy is not None and entropy_coef > 0.0 and (is_partial or bool(trusted.any())):
+        term = entropy_term(entropy, current_logp, agg_w, entropy_coef)
+        loss, entropy_loss = loss + term, float(term.detach())
+    weights = trusted.to(current_logp.dtype)
+    nothing = torch.zeros_like(trusted)
+    return PolicyLoss(
+        loss=loss,
+        token_losses=token_losses.detach(),
+        gate=Gate(weights=weights, trusted=trusted, low=nothing, high=nothing, nonfinite=~finite),
+        gate_weights=weights,
+        policy_ratio=torch.ones_like(current_logp.detach()),
+        trusted=trusted,
+        nonfinite=~finite,
+        bad_log_probs=bad,
+        clip_low=nothing,
+        clip_high=nothing,
+        entropy_loss=entropy_loss,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,6 +13,8 @@ from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import ReplayError
 from rolltape.schema.runline import RunLine
 from rolltape.store.lake import Lake
+
+POLICY_ID: Final = "actor"
 
 
 def rows_of(table: pa.Table, kind: str) -> list[dict[str, Any]]:
@@ -38,7 +40,8 @@ class RunHistory:
         steps: ``train_step_completed`` by step, live ones only.
         batches: ``batch_formed`` by batch id, without members (read one with :meth:`Lake.read` when needed).
         checkpoints: ``checkpoint_saved`` by step, live ones only.
-        published: ``weights_published`` by (policy run epoch, version), live ones only.
+        published: ``weights_published`` of the policy by (policy run epoch, version), live ones only.
+        resets: steps after which the policy's optimizer was reset, live ones only.
     """
 
     run_id: str
@@ -48,6 +51,7 @@ class RunHistory:
     batches: Mapping[str, dict[str, Any]]
     checkpoints: Mapping[int, dict[str, Any]]
     published: Mapping[tuple[int, int], dict[str, Any]]
+    resets: frozenset[int] = frozenset()
 
     @property
     def last_step(self) -> int:
@@ -120,8 +124,13 @@ class RunHistory:
             published={
                 (row["policy_run_epoch"], row["version"]): row
                 for row in published
-                if line.is_live_step(row["run_epoch"], row["step"])
+                if row["policy_id"] == POLICY_ID and line.is_live_step(row["run_epoch"], row["step"])
             },
+            resets=frozenset(
+                row["step"]
+                for row in rows_of(lake.read("optimizer_reset", run_id=run_id), "optimizer_reset")
+                if line.is_live_step(row["run_epoch"], row["step"])
+            ),
         )
 
 

@@ -10,77 +10,54 @@ and goes on where the tape ends.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Callable, Mapping
 
 from rolltape.ingest.log import EventLog
 from rolltape.ingest.recorder import Recorder
-from rolltape.numerics.device import set_deterministic
-from rolltape.numerics.models import build_model
+from rolltape.numerics.scoring import Scorer
 from rolltape.numerics.weights import named_weights, weights_digest
 from rolltape.schema.crash import crash_window
-from rolltape.schema.identity import derived_id
 from rolltape.schema.policy import PolicyVersion
 from rolltape.store.lake import Lake
-from rolltape.trainers.assembly import BatchPlan, VersionRules
-from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.alarms import Alarms
 from rolltape.trainers.checkpoint import Progress, save_checkpoint
 from rolltape.trainers.coordinator import Coordinator, Rollover
+from rolltape.trainers.critic_model import CRITIC_POLICY_ID, Critic
 from rolltape.trainers.environment import describe_environment
-from rolltape.trainers.history import RunHistory
+from rolltape.trainers.forming import FormedBatch, form_batch, open_batch
+from rolltape.trainers.history import POLICY_ID, RunHistory
 from rolltape.trainers.job import TrainerJob
-from rolltape.trainers.members import one_temperature, pack_members, temperatures_of
-from rolltape.trainers.pinned import PinnedBatch, member_columns, read_pinned
+from rolltape.trainers.learner import Learner, build_learner
 from rolltape.trainers.probe import MismatchProbe, probe
 from rolltape.trainers.publish import publish_columns
-from rolltape.trainers.records import batch_formed_columns, step_completed_fields, tokens_trained_columns
+from rolltape.trainers.records import metric_values, step_completed_fields, tokens_trained_columns
 from rolltape.trainers.rerun import Rerun
-from rolltape.trainers.source import BatchSource, Gathered
+from rolltape.trainers.resets import OptimizerResets
 from rolltape.trainers.sources import open_source
-from rolltape.trainers.step import StepOutcome, make_optimizer, train_step
-from rolltape.trainers.summary import component_means, step_metrics
-
-POLICY_ID = "actor"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FormedBatch:
-    """A batch that is pinned on the tape and ready to train."""
-
-    batch_id: str
-    plan: BatchPlan
-    packed: PackedBatch
-    digest: str
-    newest_version: int
-    temperature: float
-    component_means: dict[str, float]
-
-
-def build_trainer(job: TrainerJob) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """The model with its initial weights, and its optimizer; deterministic in the job."""
-    set_deterministic(job.trainer.num_threads, job.seed)
-    model = build_model(job.model_name, job.seed)
-    model.train()
-    return model, make_optimizer(model, job.trainer)
+from rolltape.trainers.step import StepOutcome, train_step
+from rolltape.trainers.summary import step_metrics
 
 
 class Trainer:
     """One trainer process. :meth:`run` returns when the run's last version is in effect."""
 
-    def __init__(self, lake: Lake, log: EventLog, job: TrainerJob) -> None:
+    def __init__(
+        self, lake: Lake, log: EventLog, job: TrainerJob, *, scorers: Mapping[str, Scorer] | None = None
+    ) -> None:
         self.lake = lake
         self.log = log
         self.job = job
         self.config = job.trainer
+        self.scorers = scorers
         self.recorder = Recorder(log, producer_id=f"{job.trainer_id}-{job.run_id}", run_id=job.run_id)
         self.progress = Progress()
         self.live_versions: set[tuple[int, int]] = set()
         self.rollover: Rollover | None = None
-        self.model: torch.nn.Module
-        self.optimizer: torch.optim.Optimizer
+        self.learner: Learner
+        self.alarms = Alarms(self.config)
+        self.resets = OptimizerResets(self.recorder, enabled=job.resets_optimizer)
 
     # Start
 
@@ -115,24 +92,24 @@ class Trainer:
 
     def _begin(self, history: RunHistory) -> None:
         """First start: version 0 from the seed, and the checkpoint that every replay can start from."""
-        self.model, self.optimizer = build_trainer(self.job)
+        self.learner = build_learner(self.job)
         self.recorder.set_run_epoch(history.line.epoch)
-        digest = weights_digest(named_weights(self.model))
+        digest = weights_digest(named_weights(self.learner.model))
         self.progress = Progress(version_run_epoch=history.line.epoch, weights_digest=digest)
         self._save_checkpoint()
         self._publish()
 
     def _resume(self, history: RunHistory) -> RunHistory:
         """Come back: run the pinned batches after the newest checkpoint again, then raise the run epoch."""
-        self.model, self.optimizer = build_trainer(self.job)
+        self.learner = build_learner(self.job, from_checkpoint=bool(history.checkpoints))
         last = history.last_step
         if history.checkpoints:
-            rerun = Rerun(self.lake, history, self.model, self.optimizer, self.config)
+            rerun = Rerun(self.lake, history, self.learner, self.config, scorers=self.scorers)
             last = rerun.to_step(last)
             self.progress = rerun.progress
         else:
             # Died before its first checkpoint was known: nothing was trained yet.
-            digest = weights_digest(named_weights(self.model))
+            digest = weights_digest(named_weights(self.learner.model))
             self.progress = Progress(version_run_epoch=history.line.epoch, weights_digest=digest)
         epoch = history.line.epoch + 1
         self.recorder.set_run_epoch(epoch)
@@ -163,87 +140,34 @@ class Trainer:
 
     def _train(self, history: RunHistory) -> None:
         finished = _is_final(history)
-        self.coordinator.bring_into_effect(self._version())
+        served = self.coordinator.bring_into_effect(self._version())
+        self.resets.begin(history, served)
+        self._catch_up_on_alarms(history)
         if self.job.max_lead_steps:
-            self.rollover = Rollover(self.coordinator)
+            self.rollover = Rollover(self.coordinator, served)
         source = open_source(self.lake, self.log, self.job, history, self.rollover, self.live_versions)
         try:
             while not finished and self.progress.step < self.config.max_steps:
                 step = self.progress.step + 1
-                batch = self._open_batch(history, step) if step == history.last_step + 1 else None
+                resumed = step == history.last_step + 1
+                batch = open_batch(self.lake, history, self.job, step) if resumed else None
                 if batch is None:
-                    batch = self._form(step, source)
+                    batch = form_batch(source, self.recorder, self.job, self.progress)
                 source.consumed()
+                self.resets.settle(self.learner, self.rollover.serving if self.rollover else served, step=step - 1)
                 finished = self._train_one(step, batch)
                 if self.rollover is None or finished:
-                    self.coordinator.bring_into_effect(self._version())
+                    served = self.coordinator.bring_into_effect(self._version())
                 else:
                     self.rollover.published(self._version())
         finally:
             source.close()
 
-    def _open_batch(self, history: RunHistory, step: int) -> FormedBatch | None:
-        """A batch that an earlier start pinned for this step and did not complete."""
-        row = history.open_batch(step)
-        if row is None:
-            return None
-        pinned = read_pinned(self.lake, self.job.run_id, row["batch_id"])
-        return self._formed(pinned, row["staleness_version"])
-
-    def _formed(self, pinned: PinnedBatch, newest: int) -> FormedBatch:
-        plan = BatchPlan(members=pinned.members, dropped=())
-        return FormedBatch(
-            batch_id=pinned.batch_id,
-            plan=plan,
-            packed=pinned.packed,
-            digest=pinned.digest,
-            newest_version=newest,
-            temperature=pinned.temperature,
-            component_means=component_means(pinned.rewards),
-        )
-
-    def _form(self, step: int, source: BatchSource) -> FormedBatch:
-        """Gather, filter, group, pin."""
-        rules = VersionRules(
-            current=self.progress.version,
-            newest=self.progress.version,
-            staleness_tau=self.config.staleness_tau,
-            single_version=self.config.needs_one_version,
-        )
-        found: Gathered = source.gather(step, rules)
-        folded, plan = found.folded, found.plan
-        members, digest = member_columns(folded, plan.members)
-        batch_id = derived_id(self.job.run_id, self.job.trainer_id, self.recorder.run_epoch, step)
-        self.recorder.record_batch(
-            "batch_formed",
-            batch_formed_columns(
-                batch_id=batch_id,
-                trainer_id=self.job.trainer_id,
-                algorithm=self.config.algorithm,
-                step=step,
-                members=members,
-                dropped=plan.dropped,
-                staleness_version=rules.newest,
-                staleness_run_epoch=self.progress.version_run_epoch,
-                cursors=found.cursors,
-                batch_digest=digest,
-            ),
-        )
-        return FormedBatch(
-            batch_id=batch_id,
-            plan=plan,
-            packed=pack_members(folded, plan.members),
-            digest=digest,
-            newest_version=rules.newest,
-            temperature=one_temperature(temperatures_of(folded, plan.members)),
-            component_means=component_means(found.rewards),
-        )
-
     def _train_one(self, step: int, batch: FormedBatch) -> bool:
         """Train a formed batch and write down what came of it; whether the run ends here."""
         started = time.perf_counter()
         outcome = train_step(
-            self.model, self.optimizer, batch.packed, self.config, step=step, temperature=batch.temperature
+            self.learner, batch.packed, self.config, step=step, temperature=batch.temperature, scorers=self.scorers
         )
         metrics = step_metrics(
             batch.packed,
@@ -255,10 +179,10 @@ class Trainer:
         )
         version_in = self.progress.version
         self.progress.step = step
-        if not outcome.skipped:
+        if outcome.actor_updates:
             self.progress.version += 1
             self.progress.version_run_epoch = self.recorder.run_epoch
-            self.progress.weights_digest = outcome.weights_digest
+            self.progress.weights_digest = outcome.actor_digest
         final = self._final(step, metrics)
         metrics["final"] = float(final)
         if self.progress.stop_average is not None:
@@ -285,22 +209,35 @@ class Trainer:
                 duration_s=time.perf_counter() - started,
             ),
         )
+        for alarm in self.alarms.step(step, metrics):
+            self.recorder.record("alarm_raised", **alarm.fields(self.job.run_id))
         self.recorder.flush("spooled")
         crash_window("after_step_event")
-        if not outcome.skipped:
+        if outcome.actor_updates:
             self._publish()
         return final
 
     def _final(self, step: int, metrics: dict[str, float]) -> bool:
         """Whether the run ends: its last step, or the moving average of the stop metric is high enough."""
         value = metrics.get(self.config.stop_metric)
-        if self.config.stop_metric and value is not None:
+        if self.config.stop_metric and value is not None and math.isfinite(value):
             average = self.progress.stop_average
             keep = self.config.stop_ema
             self.progress.stop_average = value if average is None else keep * average + (1 - keep) * value
             if self.progress.stop_average >= self.config.stop_above:
                 return True
         return step >= self.config.max_steps
+
+    def _catch_up_on_alarms(self, history: RunHistory) -> None:
+        """Take over what the run's steps have raised, and record what a kill kept from being recorded."""
+        steps = ((number, metric_values(history.steps[number])) for number in sorted(history.steps))
+        past = self.alarms.fold(steps)
+        if not past:
+            return
+        known = set(self.lake.read("alarm_raised", run_id=self.job.run_id)["event_id"].to_pylist())
+        for alarm in past:
+            if alarm.event_id(self.job.run_id) not in known:
+                self.recorder.record("alarm_raised", **alarm.fields(self.job.run_id))
 
     def _record_probe(self, step: int, batch: FormedBatch, outcome: StepOutcome, version: int) -> None:
         if not self.config.probe_every or step % self.config.probe_every:
@@ -315,14 +252,19 @@ class Trainer:
         return PolicyVersion(POLICY_ID, progress.version_run_epoch, progress.version, progress.weights_digest)
 
     def _publish(self) -> None:
-        columns = publish_columns(self.lake, self.job.run_id, self.model, self._version(), step=self.progress.step)
+        columns = publish_columns(
+            self.lake, self.job.run_id, self.learner.model, self._version(), step=self.progress.step
+        )
         self.recorder.record("weights_published", **columns)
         self.recorder.flush("spooled")
         self.live_versions.add(self._version().key)
 
     def _save_checkpoint(self) -> str:
         path = f"checkpoints/{self.job.run_id}/{self.recorder.run_epoch:04d}-{self.progress.step:08d}"
-        saved = save_checkpoint(self.lake.location, path, self.model, self.optimizer, self.progress)
+        critic = self.learner.critic
+        if critic is not None and self.progress.step:
+            critic.version += 1
+        saved = save_checkpoint(self.lake.location, path, self.learner, self.progress)
         crash_window("after_checkpoint")
         self.recorder.record(
             "checkpoint_saved",
@@ -332,19 +274,35 @@ class Trainer:
             num_bytes=saved.num_bytes,
             digest=saved.digest,
         )
+        if critic is not None:
+            self._publish_critic(critic)
         return saved.digest
+
+    def _publish_critic(self, critic: Critic) -> None:
+        """The critic's weights beside a checkpoint: no engine serves them."""
+        digest = weights_digest(named_weights(critic.model))
+        version = PolicyVersion(CRITIC_POLICY_ID, self.recorder.run_epoch, critic.version, digest)
+        columns = publish_columns(
+            self.lake, self.job.run_id, critic.model, version, step=self.progress.step, role="critic"
+        )
+        self.recorder.record("weights_published", **columns)
 
 
 def _is_final(history: RunHistory) -> bool:
-    from rolltape.trainers.records import metric_values
-
     if not history.steps:
         return False
     return metric_values(history.steps[history.last_step]).get("final") == 1.0
 
 
-def run_trainer(lake: Lake, log: EventLog, job: TrainerJob, *, on_ready: Callable[[], None] = lambda: None) -> None:
-    """Run one trainer process to the end of its run."""
-    trainer = Trainer(lake, log, job)
+def run_trainer(
+    lake: Lake,
+    log: EventLog,
+    job: TrainerJob,
+    *,
+    scorers: Mapping[str, Scorer] | None = None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Run one trainer process to the end of its run; ``scorers`` are teachers by id, for ``opd_form`` full."""
+    trainer = Trainer(lake, log, job, scorers=scorers)
     on_ready()
     trainer.run()

@@ -80,6 +80,7 @@ def icepop_policy_loss(
     correction: Correction = "icepop",
     tis_low: float = 0.0,
     tis_high: float = 2.0,
+    dual_clip: float | None = None,
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
     is_partial: bool = False,
@@ -101,6 +102,7 @@ def icepop_policy_loss(
         correction: ``icepop``, ``tis`` (clamp instead of reject) or ``none``.
         tis_low: smallest weight under ``tis``.
         tis_high: largest.
+        dual_clip: see :func:`clipped_policy_loss`.
         entropy: ``[N]``, with gradient, if there is an entropy bonus.
         entropy_coef: c of ``-c * sum(agg_w * H)`` over action tokens (D33).
         is_partial: these tokens are a part of a larger batch: see :func:`clipped_policy_loss`.
@@ -127,6 +129,7 @@ def icepop_policy_loss(
         eps_low=eps_low,
         eps_high=eps_high,
         rollout_logp=rollout_logp,
+        dual_clip=dual_clip,
         entropy=entropy,
         entropy_coef=entropy_coef,
         is_partial=is_partial,

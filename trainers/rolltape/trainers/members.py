@@ -98,6 +98,7 @@ class MemberPacker:
         self._is_summary: list[bool] = []
         self._token_rewards: list[tuple[float, int, int]] = []
         self._problems: list[str | None] = []
+        self._modes: set[str] = set()
 
     def add(self, folded: Fold, members: Sequence[Member]) -> None:
         """Add members of a fold that holds them.
@@ -107,7 +108,8 @@ class MemberPacker:
         """
         segments = TrainedSegments.of(folded, self._rules)
         index = fold_index(folded)
-        columns = {name: folded.trajectories[name].to_pylist() for name in ("reward", "status", "problem_id")}
+        names = ("reward", "status", "problem_id", "logprobs_mode")
+        columns = {name: folded.trajectories[name].to_pylist() for name in names}
         token_rewards = token_reward_rows(folded, {member.key: index[member.key] for member in members})
         matched = self._matched(folded, segments, members)
         rows: list[int] = []
@@ -127,12 +129,23 @@ class MemberPacker:
             self._rewards.append(self._rules.final_reward(columns["reward"][place], is_truncated=is_truncated))
             self._is_truncated.append(is_truncated)
             self._problems.append(columns["problem_id"][place])
+            if own:
+                self._modes.add(str(columns["logprobs_mode"][place]))
         self._is_summary += segments.is_summary[rows].tolist()
         self._builder.add(segments.flat, rows, row_member, self._scores(matched, segments, rows))
         self._members += members
 
     def finish(self) -> PackedBatch:
-        """The batch of all members added."""
+        """The batch of all members added.
+
+        Raises:
+            UntrainableError: their log-probs are of more than one declared distribution.
+        """
+        if len(self._modes) > 1:
+            raise UntrainableError(
+                f"{reasons.MIXED_LOGPROBS_MODE}: expected log-probs of one declared distribution in a batch, got "
+                f"{sorted(self._modes)}; train them apart"
+            )
         more: dict[str, Any] = {}
         if self._book is not None:
             domains = tuple(self._book.domain_of(problem) for problem in self._problems)

@@ -17,14 +17,21 @@ def weights_path(run_id: str, version: PolicyVersion) -> str:
 
 
 def publish_columns(
-    lake: Lake, run_id: str, model: torch.nn.Module, version: PolicyVersion, *, step: int, shard_bytes: int = 1 << 30
+    lake: Lake,
+    run_id: str,
+    model: torch.nn.Module,
+    version: PolicyVersion,
+    *,
+    step: int,
+    role: str = "actor",
+    shard_bytes: int = 1 << 30,
 ) -> dict[str, Any]:
     """Write the shards durably and return the columns of the ``weights_published`` event that makes them known."""
     path = weights_path(run_id, version)
     manifest = save_shards(lake.location.child(*path.split("/")), named_weights(model), shard_bytes=shard_bytes)
     return {
         **version.fields,
-        "role": "actor",
+        "role": role,
         "parent_version": version.version - 1 if version.version else None,
         "step": step,
         "payload": "full",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rolltape.numerics.scoring import Scorer
 from rolltape.store.lake import Lake
 from rolltape.trainers.environment import describe_environment, differences
 from rolltape.trainers.history import RunHistory
 from rolltape.trainers.job import TrainerJob
-from rolltape.trainers.loop import build_trainer
+from rolltape.trainers.learner import build_learner
 from rolltape.trainers.rerun import Rerun, StepComparison
 
 
@@ -52,7 +53,12 @@ class ReplayReport:
 
 
 def replay_step(
-    lake: Lake, job: TrainerJob, step: int, *, on_step: Callable[[int], None] = lambda _: None
+    lake: Lake,
+    job: TrainerJob,
+    step: int,
+    *,
+    on_step: Callable[[int], None] = lambda _: None,
+    scorers: Mapping[str, Scorer] | None = None,
 ) -> ReplayReport:
     """Run ``step`` again from tape and weights: from the newest checkpoint before it, through the pinned batches.
 
@@ -62,8 +68,7 @@ def replay_step(
     """
     history = RunHistory.read(lake, job.run_id)
     history.step(step)
-    model, optimizer = build_trainer(job)
-    rerun = Rerun(lake, history, model, optimizer, job.trainer)
+    rerun = Rerun(lake, history, build_learner(job, from_checkpoint=True), job.trainer, scorers=scorers)
     rerun.load_before(step)
     start = rerun.progress.step
     comparison = rerun.next_step()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from rolltape.numerics.scoring import Scorer
 from rolltape.numerics.weights import first_difference
 from rolltape.schema.errors import ReplayError
 from rolltape.store.lake import Lake
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.checkpoint import Progress, load_checkpoint
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.history import RunHistory
+from rolltape.trainers.learner import Learner, reset_optimizer
 from rolltape.trainers.pinned import PinnedBatch, read_pinned
 from rolltape.trainers.records import metric_values
 from rolltape.trainers.step import StepOutcome, train_step
@@ -36,27 +38,29 @@ class StepComparison:
 
 
 class Rerun:
-    """A model and its optimizer, moved along recorded steps."""
+    """A learner, moved along recorded steps."""
 
     def __init__(
         self,
         lake: Lake,
         history: RunHistory,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        learner: Learner,
         config: TrainerConfig,
+        *,
+        scorers: Mapping[str, Scorer] | None = None,
     ) -> None:
         self.lake = lake
         self.history = history
-        self.model = model
-        self.optimizer = optimizer
+        self.learner = learner
         self.config = config
+        self.scorers = scorers
         self.progress = Progress()
 
     def load_before(self, step: int) -> None:
         """Load the newest kept checkpoint before ``step``."""
         row = self.history.checkpoint_before(step)
-        self.progress = load_checkpoint(self.lake.location, row["path"], row["digest"], self.model, self.optimizer)
+        self.progress = load_checkpoint(self.lake.location, row["path"], row["digest"], self.learner)
+        self._reset_as_recorded()
 
     def to_step(self, last: int) -> int:
         """Run up to ``last``; returns the last step whose weights came out as recorded, and stands there.
@@ -84,9 +88,11 @@ class Rerun:
         """
         step = self.progress.step + 1
         recorded = self.history.step(step)
-        pinned = read_pinned(self.lake, self.history.run_id, recorded["batch_id"])
-        outcome = train_pinned(self.model, self.optimizer, pinned, self.config)
+        rules = BatchRules.of(self.config)
+        pinned = read_pinned(self.lake, self.history.run_id, recorded["batch_id"], rules)
+        outcome = train_pinned(self.learner, pinned, self.config, scorers=self.scorers)
         self._advance(step, recorded, outcome)
+        self._reset_as_recorded()
         return StepComparison(
             step=step,
             batch_id=recorded["batch_id"],
@@ -99,17 +105,22 @@ class Rerun:
     def _advance(self, step: int, recorded: dict[str, Any], outcome: StepOutcome) -> None:
         self.progress.step = step
         self.progress.version = recorded["version_out"]
-        if not outcome.skipped:
+        if recorded["version_out"] != recorded["version_in"]:
             self.progress.version_run_epoch = recorded["run_epoch"]
-        self.progress.weights_digest = outcome.weights_digest
+        self.progress.weights_digest = outcome.actor_digest
         self.progress.stop_average = metric_values(recorded).get("stop_average", self.progress.stop_average)
+
+    def _reset_as_recorded(self) -> None:
+        """What followed the step that was reached: when new weights came to serve is the tape's to say."""
+        if self.progress.step in self.history.resets:
+            reset_optimizer(self.learner.optimizer)
 
 
 def train_pinned(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, pinned: PinnedBatch, config: TrainerConfig
+    learner: Learner, pinned: PinnedBatch, config: TrainerConfig, *, scorers: Mapping[str, Scorer] | None = None
 ) -> StepOutcome:
     """One step on a recorded batch."""
-    return train_step(model, optimizer, pinned.packed, config, step=pinned.step, temperature=pinned.temperature)
+    return train_step(learner, pinned.packed, config, step=pinned.step, temperature=pinned.temperature, scorers=scorers)
 
 
 def compare(recorded: dict[str, Any], outcome: StepOutcome, batch_digest: str) -> tuple[str, ...]:

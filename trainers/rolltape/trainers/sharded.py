@@ -8,8 +8,7 @@ are added, never averaged: the result does not depend on the number of ranks, be
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,25 +18,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
-from rolltape.numerics.logprob import TokenLogProbs
 from rolltape.numerics.models import model_parts
-from rolltape.numerics.packed import MicroBatch, score_micro_batch
+from rolltape.numerics.packed import MicroBatch
 from rolltape.schema.errors import ConfigError
 from rolltape.trainers.batch import PackedBatch
-from rolltape.trainers.ranks import Ranks
+from rolltape.trainers.compute import decoder_blocks, recompute_backbone
+from rolltape.trainers.critic_model import CriticModel
+from rolltape.trainers.ranks import Ranks, Result
 
 
 class ShardedRanks(Ranks):
-    """The ranks of a process group, each with a shard of every parameter of one model.
+    """The ranks of a process group, each with a shard of every parameter of one model, and of its critic.
 
-    Making one shards ``model`` in place: its parameters become distributed tensors, so make the optimizer afterwards.
-    The model is scored through :meth:`score` only; outside of it the parameters are not there. Every rank must begin
+    Making one shards them in place: parameters become distributed tensors, so make the optimizers afterwards. Models
+    are computed with in :meth:`forward` only; outside of it the parameters are not there. Every rank must begin
     with the same weights, and make the same calls in the same order.
 
     Args:
         model: a causal model on the device that the group works on, the same on every rank.
+        critic: the critic's model, if there is one, sharded likewise.
         group: default all ranks.
         compute_dtype: parameters are cast to it for forward and backward passes, and stay as they are for the
             optimizer. Gradients are added up in float32, and log-probs are float32 in any case.
@@ -50,6 +50,7 @@ class ShardedRanks(Ranks):
         self,
         model: nn.Module,
         *,
+        critic: CriticModel | None = None,
         group: dist.ProcessGroup | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
@@ -61,19 +62,27 @@ class ShardedRanks(Ranks):
         self._group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self._group)
         self.num_ranks = dist.get_world_size(self._group)
+        self._compute_dtype = compute_dtype
         parts = model_parts(model)
         self._device = parts.output_weight.device
-        self._scorer = _Scorer(model)
+        self._roots = {id(model): self._sharded(model, parts.backbone)}
+        if critic is not None:
+            self._roots[id(critic)] = self._sharded(critic, critic.backbone)
+
+    def _sharded(self, model: nn.Module, backbone: nn.Module) -> _Root:
+        """Shard a model in place, block by block, and the rest of it in a root."""
         assert self._group is not None
+        root = _Root(model)
         options: dict[str, Any] = {"mesh": DeviceMesh.from_group(self._group, self._device.type)}
-        if compute_dtype is not None:
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-        for module in [*decoder_blocks(parts.backbone), self._scorer]:
+        if self._compute_dtype is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self._compute_dtype, reduce_dtype=torch.float32)
+        for module in [*decoder_blocks(backbone), root]:
             sharded = fully_shard(module, **options)
             assert isinstance(sharded, FSDPModule)
             # Sums, not means: the token weights have the whole batch's denominators.
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(enable=True)
+        return root
 
     def own_parts(self, parts: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Every ``num_ranks``-th, and an empty one where this rank lacks one: each forward pass is a common act."""
@@ -84,13 +93,22 @@ class ShardedRanks(Ranks):
         if 0 < number % self.num_ranks <= self.rank:
             yield _empty_part(self._device)
 
-    def score(
-        self, model: nn.Module, part: MicroBatch, *, temperature: float, with_entropy: bool = False
-    ) -> TokenLogProbs:
-        """As in one process; parameters are gathered block by block."""
-        if model is not self._scorer.model:
+    def forward(
+        self, model: nn.Module, function: Callable[[nn.Module], Result], *, dtype: torch.dtype | None = None
+    ) -> Result:
+        """As in one process; parameters are gathered block by block.
+
+        Raises:
+            ConfigError: the model is not one that was sharded, or for another type than that of the shards.
+        """
+        if id(model) not in self._roots:
             raise ConfigError(f"expected the {type(model).__name__} that was sharded, got another model")
-        found: TokenLogProbs = self._scorer(part, temperature, with_entropy)
+        if dtype not in {None, self._compute_dtype}:
+            raise ConfigError(
+                f"compute_dtype: expected {self._compute_dtype}, for which the model was sharded, got {dtype}; "
+                "make the ranks with the trainer's compute_dtype"
+            )
+        found: Result = self._roots[id(model)](function)
         return found
 
     def add_up(self, *tensors: Tensor) -> None:
@@ -110,15 +128,15 @@ class ShardedRanks(Ranks):
         return _Gathered(named)
 
 
-class _Scorer(nn.Module):
-    """The root that FSDP2 gathers embedding, last norm and output matrix for: scoring is its forward pass."""
+class _Root(nn.Module):
+    """The root that FSDP2 gathers embedding, last norm and output layer for: whatever is computed is its forward."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, part: MicroBatch, temperature: float, with_entropy: bool) -> TokenLogProbs:
-        return score_micro_batch(self.model, part, temperature=temperature, with_entropy=with_entropy)
+    def forward(self, function: Callable[[nn.Module], Any]) -> Any:
+        return function(self.model)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,24 +156,9 @@ class _Gathered(Mapping[str, Tensor]):
         return len(self.shards)
 
 
-def decoder_blocks(backbone: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a decoder: the members of its module lists, in order."""
-    return [block for child in backbone.children() if isinstance(child, nn.ModuleList) for block in child]
-
-
 def recompute_blocks(model: nn.Module) -> None:
-    """Keep only the inputs of each decoder block for the backward pass, and compute the block again there.
-
-    Changes no number; costs one more forward pass. To be done before the model is sharded.
-
-    Raises:
-        ConfigError: the model has no list of blocks.
-    """
-    blocks = decoder_blocks(model_parts(model).backbone)
-    if not blocks:
-        raise ConfigError(f"{type(model).__name__}: expected a list of decoder blocks to recompute, found none")
-    for block in blocks:
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    """:func:`rolltape.trainers.compute.recompute_backbone` of a causal model."""
+    recompute_backbone(model_parts(model).backbone)
 
 
 def broadcast_batch(batch: PackedBatch | None, *, group: dist.ProcessGroup | None = None) -> PackedBatch:

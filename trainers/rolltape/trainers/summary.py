@@ -9,9 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from rolltape.trainers.algorithms.rollouts import known_rewards
 from rolltape.trainers.assembly import BatchPlan
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.method_metrics import method_metrics
 from rolltape.trainers.metrics import policy_metrics
 from rolltape.trainers.staleness import lag_histogram, trajectory_lags
 from rolltape.trainers.step import StepOutcome
@@ -27,7 +29,7 @@ def step_metrics(
     component_means: Mapping[str, float],
 ) -> dict[str, float]:
     """All metrics of a step by name; names say what they are, as ``dropped/stale`` or ``reward_component/exact``."""
-    action = batch.action_mask
+    action = outcome.trained if outcome.trained is not None else batch.action_mask
     metrics = dict(
         policy_metrics(
             current_logp=outcome.current_log_probs[action],
@@ -48,6 +50,7 @@ def step_metrics(
     metrics["skip_step"] = float(outcome.skipped)
     metrics |= _reward_metrics(batch, outcome)
     metrics |= _version_metrics(batch, newest_version)
+    metrics |= method_metrics(batch, outcome, config)
     for reason, count in plan.dropped_by_reason.items():
         metrics[f"dropped/{reason}"] = float(count)
     metrics["padded_members"] = float(sum(member.is_padding for member in plan.members))
@@ -56,10 +59,12 @@ def step_metrics(
 
 
 def _reward_metrics(batch: PackedBatch, outcome: StepOutcome) -> dict[str, float]:
-    rewards = batch.rewards.numpy()
-    groups = batch.groups.numpy()
-    if not len(rewards):
-        return {"num_members": 0.0}
+    rewards = known_rewards(batch).numpy()
+    has_reward = np.isfinite(rewards)
+    if not has_reward.any():
+        return {"num_members": float(len(rewards))}
+    rewards = rewards[has_reward]
+    groups = np.unique(batch.groups.numpy()[has_reward], return_inverse=True)[1]
     count = int(groups.max()) + 1
     high, low = np.full(count, -np.inf), np.full(count, np.inf)
     np.maximum.at(high, groups, rewards)
@@ -67,7 +72,7 @@ def _reward_metrics(batch: PackedBatch, outcome: StepOutcome) -> dict[str, float
     scale = np.maximum(1.0, np.abs(np.bincount(groups, rewards) / np.bincount(groups)))
     advantages = outcome.member_advantages
     return {
-        "num_members": float(len(rewards)),
+        "num_members": float(batch.num_members),
         "num_groups": float(count),
         "zero_std_groups": float((high - low <= 1e-6 * scale).sum()),
         "reward_mean": float(rewards.mean()),
