@@ -1,11 +1,12 @@
 """One event id, one content: a window over recent records and event ids that notices the contrary.
 
-What left the window is found by the full scan of ``rolltape verify``.
+Whoever starts takes the newest committed events into its window. What left it is found by the full scan of ``rolltape
+verify``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import pyarrow as pa
@@ -32,6 +33,10 @@ class ContentLookup(Protocol):
         self, kind: str, event_ids: Collection[str], trajectory_ids: Collection[str] | None
     ) -> Mapping[str, Mapping[str, Any]]:
         """Those of the events that are committed, as rows by id; ``trajectory_ids`` says where to look first."""
+        ...
+
+    def recent_event_ids(self, capacity: int, kinds: Collection[str] | None) -> Mapping[str, Sequence[str]]:
+        """Ids of about ``capacity`` of the newest committed events, by kind; of these kinds alone, or of all."""
         ...
 
 
@@ -83,10 +88,18 @@ class ConflictWindow:
     def __init__(self, lookup: ContentLookup, *, capacity: int = WINDOW_EVENTS) -> None:
         """Remember about ``capacity`` events, and the last :data:`WINDOW_RECORDS` records at most."""
         self._lookup = lookup
+        self._capacity = capacity
         self._records: _Generations[tuple[Lane, int], tuple[int, ...]] = _Generations(min(capacity, WINDOW_RECORDS))
         self._events: _Generations[str, str] = _Generations(capacity)
         self._staged_records: dict[tuple[Lane, int], tuple[int, ...]] = {}
         self._staged: dict[str, tuple[pa.RecordBatch, int]] = {}
+        # Batches are looked into only once an event of them comes again.
+        self._unindexed: list[tuple[list[str], pa.RecordBatch]] = []
+
+    def look_back(self, kinds: Collection[str] | None) -> None:
+        """Remember the newest committed events: others committed them, or an earlier start of this one."""
+        for kind, event_ids in self._lookup.recent_event_ids(self._capacity // 2, kinds).items():
+            self._events.update(dict.fromkeys(event_ids, kind))
 
     def remember_record(self, lane: Lane, first_lane_seq: int, checksum: int) -> None:
         """Note a record that was accepted."""
@@ -103,21 +116,43 @@ class ConflictWindow:
 
     def remember_rows(self, kind: str, batch: pa.RecordBatch) -> None:
         """Note events that are staged for the next commit."""
-        ids = batch.column("event_id").to_pylist()
-        self._staged.update({event_id: (batch, row) for row, event_id in enumerate(ids)})
+        self._remember(kind, batch.column("event_id").to_pylist(), batch)
+
+    def remember_new(self, parts: Sequence[tuple[str, pa.RecordBatch]]) -> bool:
+        """Note events of several kinds as :meth:`remember_rows` does; False, and none of them, if any is known."""
+        ids = [batch.column("event_id").to_pylist() for _, batch in parts]
+        several = [event_id for some in ids for event_id in some]
+        if len(set(several)) < len(several) or self._events.known(several):
+            return False
+        for (kind, batch), some in zip(parts, ids, strict=True):
+            self._remember(kind, some, batch)
+        return True
+
+    def _remember(self, kind: str, ids: list[str], batch: pa.RecordBatch) -> None:
+        self._unindexed.append((ids, batch))
         self._events.update(dict.fromkeys(ids, kind))
+
+    def _staged_rows(self) -> dict[str, tuple[pa.RecordBatch, int]]:
+        """Where each staged event lies."""
+        for ids, batch in self._unindexed:
+            self._staged.update({event_id: (batch, row) for row, event_id in enumerate(ids)})
+        self._unindexed.clear()
+        return self._staged
 
     def staged_are_committed(self) -> None:
         """The staged rows are to be read from the target from now on."""
         self._records.update(self._staged_records)
-        self._staged_records = {}
-        self._staged.clear()
+        self._clear_staged()
 
     def forget_staged(self) -> None:
         """The staged rows were not committed; they will be offered again."""
-        self._events.discard(self._staged)
+        self._events.discard(self._staged_rows())
+        self._clear_staged()
+
+    def _clear_staged(self) -> None:
         self._staged_records = {}
         self._staged.clear()
+        self._unindexed.clear()
 
     def check(self, kind: str, batch: pa.RecordBatch) -> dict[int, str | None]:
         """Rows whose event id is known: None for the same content (a repetition), else what differs."""
@@ -141,11 +176,12 @@ class ConflictWindow:
     def _earlier(self, kind: str, batch: pa.RecordBatch, known: set[str]) -> dict[str, str]:
         """Contents that known ids came with: of staged rows, else of committed ones."""
         rows: dict[str, Mapping[str, Any]] = {}
-        for event_id in known & self._staged.keys():
-            staged, row = self._staged[event_id]
+        staged_rows = self._staged_rows()
+        for event_id in known & staged_rows.keys():
+            staged, row = staged_rows[event_id]
             rows[event_id] = staged.slice(row, 1).to_pylist()[0]
         committed: dict[str, set[str]] = {}
-        for event_id in known - self._staged.keys():
+        for event_id in known - staged_rows.keys():
             committed.setdefault(self._events.get(event_id) or kind, set()).add(event_id)
         trajectory_ids = set(filter(None, batch.column("trajectory_id").to_pylist()))
         for of_kind, event_ids in committed.items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from rolltape.ingest.conflicts import rows_by_id
+from rolltape.ingest.recent_events import recent_event_ids
 from rolltape.store.lake import Commit, Lake
 
 
@@ -17,6 +18,7 @@ class LakeTarget:
     def __init__(self, lake: Lake) -> None:
         """Commit to ``lake``."""
         self.lake = lake
+        self._looked_at: int | None = None
 
     def transactions(self) -> Mapping[str, int]:
         """Application transactions of the newest version."""
@@ -36,3 +38,11 @@ class LakeTarget:
         if trajectory_ids is None or len(found) == len(event_ids):
             return found
         return rows_by_id(self.lake.read(kind), event_ids)
+
+    def recent_event_ids(self, capacity: int, kinds: Collection[str] | None) -> Mapping[str, Sequence[str]]:
+        """Ids of the newest committed events, by kind; of a version that was looked at before, none."""
+        snapshot = self.lake.snapshot()
+        if snapshot.version == self._looked_at:
+            return {}
+        self._looked_at = snapshot.version
+        return recent_event_ids(self.lake, snapshot, capacity, kinds)

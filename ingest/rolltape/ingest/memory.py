@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -60,6 +60,15 @@ class MemoryTarget:
             for delivery in commit:
                 if delivery.kind == kind:
                     found.update(rows_by_id(delivery.table, event_ids))
+        return found
+
+    def recent_event_ids(self, capacity: int, kinds: Collection[str] | None) -> Mapping[str, Sequence[str]]:
+        """Ids of the newest committed events, by kind."""
+        found: dict[str, list[str]] = {}
+        for delivery in reversed([delivery for commit in self.commits for delivery in commit]):
+            if capacity > 0 and (kinds is None or delivery.kind in kinds):
+                found.setdefault(delivery.kind, []).extend(delivery.table["event_id"].to_pylist())
+                capacity -= delivery.table.num_rows
         return found
 
 

@@ -22,6 +22,8 @@ from rolltape.ingest.kafka.catchup import Portion, catch_up
 from rolltape.ingest.kafka.client import BrokerConsumer, Message
 from rolltape.ingest.kafka.feed import feed
 from rolltape.ingest.kafka.positions import LogIdentity, check_topics, log_bases
+from rolltape.ingest.lake_target import LakeTarget
+from rolltape.ingest.recent_events import recent_event_ids
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.errors import OffsetGoneError, OffsetLostError, VacuumedError
 from rolltape.schema.kinds import TOPICS
@@ -47,13 +49,13 @@ class _Deliveries:
 
     def __init__(self, lake: Lake | None, snapshot: Snapshot) -> None:
         self._lake = lake
-        self._transactions = snapshot.transactions
+        self._snapshot = snapshot
         self._recent: deque[Mapping[str, pa.Table]] = deque()
         self._recent_bytes = 0
         self.newest: Mapping[str, pa.Table] = {}
 
     def transactions(self) -> Mapping[str, int]:
-        return self._transactions
+        return self._snapshot.transactions
 
     def append(
         self,
@@ -76,8 +78,11 @@ class _Deliveries:
                 found.update(rows_by_id(tables[kind], event_ids))
         missing = [event_id for event_id in event_ids if event_id not in found]
         if missing and self._lake is not None:
-            found.update(rows_by_id(self._lake.read(kind, trajectory_ids=trajectory_ids), missing))
+            found.update(LakeTarget(self._lake).read_events(kind, missing, trajectory_ids))
         return found
+
+    def recent_event_ids(self, capacity: int, kinds: Collection[str] | None) -> Mapping[str, Sequence[str]]:
+        return {} if self._lake is None else recent_event_ids(self._lake, self._snapshot, capacity, kinds)
 
 
 def _num_bytes(tables: Mapping[str, pa.Table]) -> int:
