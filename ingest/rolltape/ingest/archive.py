@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final, Protocol
 
@@ -22,29 +21,18 @@ import pyarrow as pa
 
 from rolltape.ingest.alarms import alarm_batch
 from rolltape.ingest.conflicts import ConflictWindow, ContentLookup
-from rolltape.ingest.lanes import (
-    NOTHING,
-    Gap,
-    Lane,
-    behind_app_id,
-    behind_marks,
-    foreign_app_id,
-    lane_marks,
-    log_app_id,
-)
+from rolltape.ingest.lanes import NOTHING, Gap, Lane, foreign_app_id
 from rolltape.ingest.losses import AcceptedLoss, loss_letter
 from rolltape.ingest.parking import MAX_PARKED_BYTES, Offered, Parking, Refused, Rereads
 from rolltape.ingest.refused import letter_of_foreign, letters_of_record
 from rolltape.ingest.staging import Staging
-from rolltape.ingest.stamping import partition_of_app, place
+from rolltape.ingest.stamping import place
+from rolltape.ingest.standing import Standing
 from rolltape.schema import reasons
 from rolltape.schema.codec import Record
 from rolltape.schema.cursor import Partition
 from rolltape.schema.identity import derived_id
 from rolltape.schema.validate import Limits
-
-ARCHIVER_EPOCH: Final = 1
-"""The archiver's own lanes go on where the lake's marks stand, so one epoch serves for ever."""
 
 CONTROL: Final = Partition("control", 0)
 
@@ -71,15 +59,6 @@ class ArchiveTarget(ContentLookup, Protocol):
         ...
 
 
-@dataclass(slots=True)
-class _Staged:
-    """Where lanes and partitions stand with what is staged."""
-
-    marks: dict[Lane, int] = field(default_factory=dict)
-    offsets: dict[Partition, int] = field(default_factory=dict)
-    transactions: dict[str, int] = field(default_factory=dict)
-
-
 class Archive:
     """Lane accounting, validation and commits for one target. Not thread-safe."""
 
@@ -97,7 +76,8 @@ class Archive:
         self._archiver_id = archiver_id
         self._max_parked_bytes = max_parked_bytes
         self._conflicts = ConflictWindow(target)
-        self._rows = Staging(self._conflicts, limits or Limits(), kinds, self._own_lane, self._accept)
+        self._kinds = kinds
+        self._limits = limits or Limits()
         self._alarmed: set[tuple[Lane, int]] = set()
         self._headless: set[Partition] = set()
         self.reload()
@@ -105,40 +85,34 @@ class Archive:
     def reload(self) -> Mapping[str, int]:
         """Forget what is not committed and take marks and offsets from the target again; returns all transactions."""
         transactions = self._target.transactions()
-        self._transactions = transactions
-        self._marks = lane_marks(transactions)
-        self._behind = behind_marks(transactions)
-        self._offsets = {
-            partition: version
-            for app_id, version in transactions.items()
-            if (partition := partition_of_app(app_id)) is not None
-        }
-        self._staged = _Staged()
-        self._rows.clear()
+        self._standing = Standing(transactions, self._archiver_id)
+        self._rows = Staging(self._standing, self._conflicts, self._limits, self._kinds, self._accept)
         self._closed: list[Lane] = []
         self._parking = Parking(self._max_parked_bytes)
         self._rereads = Rereads()
         self._conflicts.forget_staged()
+        self._conflicts.look_back(self._kinds)
         return transactions
 
     # What stands where.
 
     def mark(self, lane: Lane) -> int:
         """Last ``lane_seq`` of a lane that is archived or staged."""
-        return self._staged.marks.get(lane, self._marks.get(lane, NOTHING))
+        return self._standing.mark(lane)
 
     def last_offset(self, partition: Partition) -> int:
         """Last offset of a partition that is archived or staged."""
-        return self._staged.offsets.get(partition, self._offsets.get(partition, NOTHING))
+        self._rows.settle()
+        return self._standing.last_offset(partition)
 
     def transaction(self, app_id: str) -> int | None:
         """Version of any application transaction that is archived or staged."""
-        return self._staged.transactions.get(app_id, self._transactions.get(app_id))
+        return self._standing.transaction(app_id)
 
     @property
     def has_staged(self) -> bool:
         """Whether a commit may change something."""
-        return bool(self._staged.marks or self._staged.offsets or self._staged.transactions)
+        return self._standing.has_staged
 
     @property
     def staged_bytes(self) -> int:
@@ -206,22 +180,23 @@ class Archive:
             self._note_offset(lane.log_partition, offset)
         mark = self.mark(lane)
         if mark == NOTHING and lane.log_partition in self._headless:
-            mark = self._staged.marks[lane] = headers.first_lane_seq - 1
+            mark = headers.first_lane_seq - 1
+            self._standing.set_mark(lane, mark)
         if headers.last_lane_seq <= mark:
             return self._offer_known(offered, lane)
         if headers.first_lane_seq > mark + 1:
             return self._park(offered, lane)
         if offset is None:
-            self._take(offered, lane, self.last_offset(lane.log_partition) + 1)
+            self._take(offered, lane, None)
         else:
             # What was parked before this archive began is admitted where it became admissible.
-            at = max(offset, self._behind.get(lane, NOTHING))
+            at = max(offset, self._standing.behind(lane))
             self._take(offered, lane, at)
             self._take_parked(lane, at)
         return Outcome.ACCEPTED
 
     def _note_offset(self, partition: Partition, offset: int) -> None:
-        self._staged.offsets[partition] = max(offset, self.last_offset(partition))
+        self._standing.note_offset(partition, offset)
         self._rereads.pass_offset(partition, offset)
 
     def begin_lanes_late(self, partition: Partition) -> None:
@@ -244,15 +219,12 @@ class Archive:
         self._parking.put(lane, first, offered)
         return Outcome.PARKED
 
-    def _take(self, offered: Offered, lane: Lane, at: int) -> None:
-        """Stage a record whose turn it is at offset ``at``."""
+    def _take(self, offered: Offered, lane: Lane, at: int | None) -> None:
+        """Stage a record whose turn it is at offset ``at``, or at the next one of a log that this archive numbers."""
         headers = offered.record.headers
         self._conflicts.remember_record(lane, headers.first_lane_seq, offered.checksum)
-        admitted = self._rows.admit(offered, at, self.mark(lane) - headers.first_lane_seq + 1)
-        # A record of repetitions alone leaves no row, so in a log that this archive numbers it takes no offset.
-        if admitted and offered.offset is None:
-            self._note_offset(lane.log_partition, at)
-        self._staged.marks[lane] = headers.last_lane_seq
+        self._rows.admit(offered, at, self.mark(lane) - headers.first_lane_seq + 1)
+        self._standing.set_mark(lane, headers.last_lane_seq)
 
     def _take_parked(self, lane: Lane, at: int) -> None:
         """Stage what waited in a lane, or in one whose loss was accepted, and is admissible now: at offset ``at``."""
@@ -276,7 +248,7 @@ class Archive:
             return (
                 f"lane {lane}: expected the loss of lane_seq {missing} to be accepted, got {loss.first} to {loss.last}"
             )
-        self._staged.marks[lane] = loss.last
+        self._standing.set_mark(lane, loss.last)
         self._closed.append(lane)
         return None
 
@@ -286,15 +258,15 @@ class Archive:
         A commit in between says so too, or whoever goes on after it would place the rest elsewhere.
         """
         partition = lane.log_partition
-        self._behind[lane] = at
-        self._staged.transactions[behind_app_id(lane)] = at
-        self._rereads.want(partition, offset, until=max(at, self.last_offset(partition)))
+        self._standing.set_behind(lane, at)
+        self._rereads.want(partition, offset, until=max(at, self._standing.last_offset(partition)))
 
     def _offer_known(self, offered: Offered, lane: Lane, outcome: Outcome = Outcome.DUPLICATE) -> Outcome:
         record = offered.record
         first = record.headers.first_lane_seq
         if not self._conflicts.is_new_content(lane, first, offered.checksum):
             return outcome
+        self._rows.settle()
         detail = f"expected the bytes that lane_seq {first} of lane {lane} came with before, got others; both are kept"
         letter = letters_of_record(record, reason=reasons.CONFLICT, detail=detail)[0]
         # The lane and index ranges are accounted for by the first delivery.
@@ -319,16 +291,11 @@ class Archive:
         archived = self.transaction(app_id)
         if archived is not None and offset <= archived:
             return Outcome.DUPLICATE
-        self._staged.transactions[app_id] = offset
+        self._standing.set_transaction(app_id, offset)
+        self._rows.settle()
         letter = letter_of_foreign(partition, offset, detail=detail, payload=payload)
         self._rows.add_letter(letter, partition, offset, time_us)
         return Outcome.ACCEPTED
-
-    def _own_lane(self, partition: Partition) -> dict[str, Any]:
-        lane = Lane(self._archiver_id, ARCHIVER_EPOCH, *partition)
-        lane_seq = self.mark(lane) + 1
-        self._staged.marks[lane] = lane_seq
-        return {"producer_id": self._archiver_id, "producer_epoch": ARCHIVER_EPOCH, "lane_seq": lane_seq}
 
     def accept_loss(self, lane: Lane, through: int) -> None:
         """Close a gap by a dead letter that accounts for ``lane_seq`` mark + 1 to ``through``, if any is missing.
@@ -342,7 +309,7 @@ class Archive:
         at = self.last_offset(lane.log_partition) + 1
         self._note_offset(lane.log_partition, at)
         self._rows.add_letter(loss_letter(lane, first, through), lane.log_partition, at, None)
-        self._staged.marks[lane] = through
+        self._standing.set_mark(lane, through)
 
     # Committing.
 
@@ -359,13 +326,13 @@ class Archive:
             if not self._target.read_events("alarm_raised", [event_id], None):
                 at = self.last_offset(CONTROL) + 1
                 self._note_offset(CONTROL, at)
-                stamps = {**self._own_lane(CONTROL), **place(CONTROL, at)}
+                stamps = {**self._standing.own_lane(CONTROL), **place(CONTROL, at)}
                 batch = alarm_batch(gap, event_id, time.time_ns() // 1000, stamps)
                 self._rows.add_rows("alarm_raised", batch, CONTROL, at)
 
     def stage_transaction(self, app_id: str, version: int) -> None:
         """Have the next commit move an application transaction that is neither a lane's nor a partition's."""
-        self._staged.transactions[app_id] = version
+        self._standing.set_transaction(app_id, version)
 
     def commit(self) -> Any | None:
         """Commit what is staged; None if nothing is. After an error the caller reloads and offers again.
@@ -374,25 +341,10 @@ class Archive:
             CommitterFencedError: another archiver moved the marks.
             StorageFullError: no room; nothing was committed.
         """
-        staged = self._staged
-        offsets = {partition: self._archived_to(partition, offset) for partition, offset in staged.offsets.items()}
-        transactions = {lane.app_id: mark for lane, mark in staged.marks.items()}
-        transactions |= {log_app_id(partition): offset for partition, offset in offsets.items()}
-        transactions |= staged.transactions
-        known: dict[str, int | None] = {lane.app_id: self._marks.get(lane) for lane in staged.marks}
-        known |= {log_app_id(partition): self._offsets.get(partition) for partition in staged.offsets}
-        known |= {app_id: self._transactions.get(app_id) for app_id in staged.transactions}
-        moved = {
-            app_id: version
-            for app_id, version in transactions.items()
-            if version != (NOTHING if known[app_id] is None else known[app_id])
-        }
-        commit = self._target.append(self._rows.tables(), moved, known) if moved else None
-        self._marks.update(staged.marks)
-        self._offsets.update({partition: offset for partition, offset in offsets.items() if offset != NOTHING})
-        if staged.transactions:
-            self._transactions = {**self._transactions, **staged.transactions}
-        self._staged = _Staged()
+        self._rows.settle()
+        moves = self._standing.moves(self._archived_to)
+        commit = self._target.append(self._rows.tables(), moves.moved, moves.known) if moves.moved else None
+        self._standing.committed(moves)
         self._rows.clear()
         self._conflicts.staged_are_committed()
         return commit

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import pyarrow as pa
@@ -12,74 +13,155 @@ from rolltape.ingest.conflicts import ConflictWindow
 from rolltape.ingest.losses import AcceptedLoss, accepted_losses
 from rolltape.ingest.parking import Offered
 from rolltape.ingest.refused import dead_letter_batch, letter_of_row, letters_of_record, reason_of
-from rolltape.ingest.stamping import Placed, check_lane, joined, place, stamp
+from rolltape.ingest.stamping import Place, check_lane, joined, place, stamp
+from rolltape.ingest.standing import Standing
+from rolltape.ingest.together import REFUSED_ERRORS, Waiting, decode_together
 from rolltape.schema import reasons
-from rolltape.schema.codec import Record, decode
+from rolltape.schema.codec import Record, decode_written, read_written
 from rolltape.schema.cursor import Partition
-from rolltape.schema.errors import CodecError, ValidationError
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.validate import Limits, validate
 
-# As many elements as the offsets of a list can count, even where an element is one bit.
-_MAX_COMBINED_BYTES: Final = 1 << 28
-
-_REFUSED_ERRORS: Final = (ValidationError, CodecError, pa.ArrowException, UnicodeDecodeError)
+# Records wait to be decoded together until they hold so much, or are so many.
+_MAX_WAITING_BYTES: Final = 8 << 20
+_MAX_WAITING: Final = 2_048
+# Where some record of so few is not in order, each is looked at alone.
+_FEW: Final = 8
 
 
 class Staging:
     """Decodes, validates and places the rows of records, and collects them until they are committed.
 
-    ``letter_lane`` gives the lane columns of the archive's next dead letter of a partition, ``accept`` takes a loss
-    that an operator's event accepts and says why not. Of kinds other than ``kinds`` nothing is staged.
+    Records wait until there are many of them, or until somebody asks what became of them (:meth:`settle`).
+    ``accept`` takes a loss that an operator's event accepts and says why not. Of kinds other than ``kinds`` nothing is
+    staged.
     """
 
     def __init__(
         self,
+        standing: Standing,
         conflicts: ConflictWindow,
         limits: Limits,
         kinds: Collection[str] | None,
-        letter_lane: Callable[[Partition], dict[str, Any]],
         accept: Callable[[AcceptedLoss, Record], str | None],
     ) -> None:
         """Start empty."""
+        self._standing = standing
         self._conflicts = conflicts
         self._limits = limits
         self._kinds = None if kinds is None else frozenset(kinds)
-        self._letter_lane = letter_lane
         self._accept = accept
         self.clear()
 
     def clear(self) -> None:
         """Forget what is staged."""
-        self._batches: dict[str, list[Placed]] = {}
+        self._waiting: list[Waiting] = []
+        self._num_waiting_bytes = 0
+        self._batches: dict[str, list[pa.RecordBatch]] = {}
+        self._places: dict[str, list[Place]] = {}
         self._letters: dict[Partition, list[dict[str, Any]]] = {}
-        self.num_bytes = 0
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that rows, staged or waiting, and refused payloads hold."""
+        return self._num_bytes + self._num_waiting_bytes
 
     def tables(self) -> dict[str, pa.Table]:
         """The staged rows by kind, each partition's in the order of its offsets."""
-        tables = {kind: _whole(batches) for kind, batches in self._batches.items()}
+        tables = {
+            kind: stamp(pa.Table.from_batches(batches), self._places[kind]) for kind, batches in self._batches.items()
+        }
         if self._letters:
             batches = [dead_letter_batch(self._letters[partition]) for partition in sorted(self._letters)]
             tables["dead_letter"] = joined("dead_letter", tables.get("dead_letter"), batches)
         return tables
 
-    def admit(self, offered: Offered, at: int, skip_rows: int) -> bool:
-        """Stage a record's rows but for the first ``skip_rows``, and its dead letters, at ``at``; False for none."""
+    # Records.
+
+    def admit(self, offered: Offered, at: int | None, skip_rows: int) -> None:
+        """Stage a record's rows but for the first ``skip_rows``, and its dead letters, at ``at`` or the next offset."""
         record = offered.record
         if self._kinds is not None and record.headers.kind not in self._kinds:
-            return False
+            return
         if offered.refused is not None:
-            self.add_letters(letters_of_record(record, **offered.refused._asdict()), offered, at)
-            return True
+            self._refuse(offered, at, *offered.refused)
+            return
         try:
-            batch = decode(record.value, kind=kind_named(record.headers.kind).name)
-            check_lane(batch, record)
-        except _REFUSED_ERRORS as error:
-            self.add_letters(letters_of_record(record, reason=reason_of(error), detail=str(error)), offered, at)
-            return True
-        return self._admit_rows(batch.slice(skip_rows) if skip_rows > 0 else batch, offered, at)
+            kind = kind_named(record.headers.kind)
+            written = read_written(record.value)
+        except REFUSED_ERRORS as error:
+            self._refuse(offered, at, reason_of(error), str(error))
+            return
+        waiting = Waiting(offered, written, at)
+        if skip_rows > 0 or kind.name == "dead_letter":
+            # An operator's event may close a gap, which whatever comes next depends on.
+            self.settle()
+            self._admit_alone(waiting, max(skip_rows, 0))
+            return
+        self._waiting.append(waiting)
+        self._num_waiting_bytes += written.rows.get_total_buffer_size()
+        if self._num_waiting_bytes >= _MAX_WAITING_BYTES or len(self._waiting) >= _MAX_WAITING:
+            self.settle()
 
-    def _admit_rows(self, batch: pa.RecordBatch, offered: Offered, at: int) -> bool:
+    def settle(self) -> None:
+        """Decide what becomes of the records that wait."""
+        waiting, self._waiting = self._waiting, []
+        self._num_waiting_bytes = 0
+        self._settle(waiting)
+
+    def _settle(self, waiting: Sequence[Waiting]) -> None:
+        if self._settle_together(waiting):
+            return
+        size = 1 if len(waiting) <= _FEW else math.isqrt(len(waiting))
+        for first in range(0, len(waiting), size):
+            part = waiting[first : first + size]
+            if len(part) > 1:
+                self._settle(part)
+            else:
+                self._admit_alone(part[0], 0)
+
+    def _settle_together(self, waiting: Sequence[Waiting]) -> bool:
+        """Stage the records if all of them are in order and their events are new; False where nothing was done."""
+        if len(waiting) <= 1:
+            return not waiting
+        decoded = decode_together(waiting, self._limits)
+        if decoded is None or not self._conflicts.remember_new([(rows.kind, rows.batch) for rows in decoded]):
+            return False
+        places = [self._place(item) for item in waiting]
+        for rows in decoded:
+            self._stage(rows.kind, rows.batch, [places[number] for number in rows.numbers])
+        return True
+
+    def _place(self, item: Waiting) -> Place:
+        record = item.offered.record
+        partition = Partition(record.topic, record.partition)
+        return Place(item.written.rows.num_rows, partition, self._numbered(partition, item.at))
+
+    def _numbered(self, partition: Partition, at: int | None) -> int:
+        """``at``, or the next offset of a log that the archive numbers, which is taken."""
+        if at is None:
+            at = self._standing.last_offset(partition) + 1
+            self._standing.note_offset(partition, at)
+        return at
+
+    def _admit_alone(self, waiting: Waiting, skip_rows: int) -> None:
+        offered, written, at = waiting
+        try:
+            batch = decode_written(written, kind=offered.record.headers.kind)
+            check_lane(batch, offered.record)
+        except REFUSED_ERRORS as error:
+            self._refuse(offered, at, reason_of(error), str(error))
+            return
+        self._admit_rows(batch.slice(skip_rows) if skip_rows else batch, offered, at)
+
+    def _refuse(self, offered: Offered, at: int | None, reason: str, detail: str) -> None:
+        self.settle()
+        record = offered.record
+        at = self._numbered(Partition(record.topic, record.partition), at)
+        self.add_letters(letters_of_record(record, reason=reason, detail=detail), offered, at)
+
+    def _admit_rows(self, batch: pa.RecordBatch, offered: Offered, at: int | None) -> None:
         record = offered.record
         kind = record.headers.kind
         refused = {refusal.row: (refusal.reason, refusal.detail) for refusal in validate(batch, self._limits)}
@@ -96,11 +178,15 @@ class Staging:
         out = refused.keys() | repeated.keys()
         if out:
             batch = batch.filter(pa.array([row not in out for row in range(batch.num_rows)]))
+        if not batch.num_rows and not letters:
+            # Repetitions alone leave no row, so in a log that the archive numbers they take no offset.
+            return
+        partition = Partition(record.topic, record.partition)
+        at = self._numbered(partition, at)
         if batch.num_rows:
-            self.add_rows(kind, batch, Partition(record.topic, record.partition), at)
+            self.add_rows(kind, batch, partition, at)
         if letters:
             self.add_letters(letters, offered, at)
-        return bool(batch.num_rows or letters)
 
     def _accept_losses(
         self, batch: pa.RecordBatch, record: Record, refused: dict[int, tuple[str, str]], repeated: Collection[int]
@@ -111,11 +197,17 @@ class Staging:
                 if detail is not None:
                     refused[loss.row] = (reasons.BAD_VALUE, detail)
 
+    # What is staged.
+
     def add_rows(self, kind: str, batch: pa.RecordBatch, partition: Partition, at: int) -> None:
         """Stage rows at their place in the log; they are stamped with it once all of a commit are there."""
         self._conflicts.remember_rows(kind, batch)
-        self._batches.setdefault(kind, []).append(Placed(batch, partition, at))
-        self.num_bytes += batch.get_total_buffer_size()
+        self._stage(kind, batch, [Place(batch.num_rows, partition, at)])
+
+    def _stage(self, kind: str, batch: pa.RecordBatch, places: Sequence[Place]) -> None:
+        self._batches.setdefault(kind, []).append(batch)
+        self._places.setdefault(kind, []).extend(places)
+        self._num_bytes += batch.get_total_buffer_size()
 
     def add_letters(self, letters: list[dict[str, Any]], offered: Offered, at: int) -> None:
         """Stage the dead letters of a record."""
@@ -134,14 +226,6 @@ class Staging:
         """Stage one dead letter on the archive's own lane."""
         recorded_at = time.time_ns() // 1000 if time_us is None else time_us
         self._letters.setdefault(partition, []).append(
-            {"recorded_at": recorded_at, **letter, **self._letter_lane(partition), **place(partition, at)}
+            {"recorded_at": recorded_at, **letter, **self._standing.own_lane(partition), **place(partition, at)}
         )
-        self.num_bytes += len(letter["payload"] or b"")
-
-
-def _whole(placed: list[Placed]) -> pa.Table:
-    """The rows as a table, in one chunk where lists allow it: that is written in two thirds of the time."""
-    table = pa.Table.from_batches([item.batch for item in placed])
-    if len(placed) > 1 and table.nbytes < _MAX_COMBINED_BYTES:
-        table = table.combine_chunks()
-    return stamp(table, placed)
+        self._num_bytes += len(letter["payload"] or b"")

@@ -15,29 +15,33 @@ from rolltape.schema.errors import HeaderMismatchError
 from rolltape.schema.render import arrow_schema
 
 
-class Placed(NamedTuple):
-    """Rows of one record, and where they lie: all share the offset."""
+class Place(NamedTuple):
+    """Where the rows of one record lie: all share the offset."""
 
-    batch: pa.RecordBatch
+    num_rows: int
     partition: Partition
     offset: int
 
 
-def stamp(table: pa.Table, placed: Sequence[Placed]) -> pa.Table:
-    """The table of all ``placed`` rows, in their order, with the log's own columns filled."""
-    lengths = [item.batch.num_rows for item in placed]
-    topics = [item.partition.topic for item in placed]
+def stamp(table: pa.Table, places: Sequence[Place]) -> pa.Table:
+    """The table of the rows of all ``places``, in their order, with the log's own columns filled."""
+    lengths = [item.num_rows for item in places]
+    topics = [item.partition.topic for item in places]
     codes = {topic: code for code, topic in enumerate(sorted(set(topics)))}
-    topic = pa.DictionaryArray.from_arrays(
-        pa.array(np.repeat([codes[name] for name in topics], lengths), pa.int32()), pa.array(list(codes), pa.string())
-    ).dictionary_decode()
-    number = np.repeat(np.array([item.partition.partition for item in placed], np.int32), lengths)
-    offset = np.repeat(np.array([item.offset for item in placed], np.int64), lengths)
+    topic = _repeated(list(codes), [codes[name] for name in topics], lengths)
+    number = np.repeat(np.array([item.partition.partition for item in places], np.int32), lengths)
+    offset = np.repeat(np.array([item.offset for item in places], np.int64), lengths)
     columns = {"log_topic": topic, "log_partition": pa.array(number), "log_offset": pa.array(offset)}
     for name, column in columns.items():
         index = table.schema.get_field_index(name)
         table = table.set_column(index, table.schema.field(index), column)
     return table
+
+
+def _repeated(texts: Sequence[str], codes: Sequence[int], lengths: Sequence[int]) -> pa.Array:
+    """A text column: for each record the text of its code, as often as it has rows."""
+    indices = pa.array(np.repeat(np.array(codes, np.int32), lengths))
+    return pa.DictionaryArray.from_arrays(indices, pa.array(texts, pa.string())).dictionary_decode()
 
 
 def place(partition: Partition, offset: int) -> dict[str, Any]:
@@ -63,7 +67,11 @@ def partition_of_app(app_id: str) -> Partition | None:
 
 
 def check_lane(batch: pa.RecordBatch, record: Record) -> None:
-    """Rows must be what the headers say, or a poisoned record could move another producer's lane."""
+    """Rows must be what the headers say, or a poisoned record could move another producer's lane.
+
+    Raises:
+        HeaderMismatchError: they are not.
+    """
     headers = record.headers
     first, last = headers.first_lane_seq, headers.last_lane_seq
     lane_seqs = batch.column("lane_seq").to_numpy(zero_copy_only=False)
@@ -77,3 +85,22 @@ def check_lane(batch: pa.RecordBatch, record: Record) -> None:
         came = batch.column(name).unique().to_pylist()
         if came != [value]:
             raise HeaderMismatchError(f"expected {name} {value!r} in every row as in the headers, got {came[:3]}")
+
+
+def are_of_their_lanes(batch: pa.RecordBatch, records: Sequence[Record], num_rows: Sequence[int]) -> bool:
+    """Whether :func:`check_lane` holds for each of several records, whose rows lie one after the other in ``batch``."""
+    headers = [record.headers for record in records]
+    if any(item.last_lane_seq - item.first_lane_seq + 1 != rows for item, rows in zip(headers, num_rows, strict=True)):
+        return False
+    producers = {name: code for code, name in enumerate(dict.fromkeys(item.producer_id for item in headers))}
+    lane_seqs, epochs = batch.column("lane_seq"), batch.column("producer_epoch")
+    names = batch.column("producer_id")
+    if lane_seqs.null_count or epochs.null_count or names.null_count:
+        return False
+    numbers = np.concatenate([np.arange(item.first_lane_seq, item.last_lane_seq + 1) for item in headers])
+    expected = _repeated(list(producers), [producers[item.producer_id] for item in headers], num_rows)
+    return bool(
+        np.array_equal(lane_seqs.to_numpy(), numbers)
+        and np.array_equal(epochs.to_numpy(), np.repeat([item.producer_epoch for item in headers], num_rows))
+        and names.equals(expected)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 
-from rolltape.ingest.stamping import Placed, stamp
+from rolltape.ingest.stamping import Place, stamp
 from rolltape.schema.cursor import Partition
 from rolltape.schema.render import arrow_schema
 from rolltape.store.row_filter import rows_where
@@ -32,8 +32,8 @@ def test_case_d22_two_billion_values_are_stamped_split_and_filtered_without_a_co
     values = pa.array(np.zeros(NUM_VALUES, np.int32))
     tokens = pa.ListArray.from_arrays(pa.array([0, NUM_VALUES], pa.int32()), values, type=type_)
     before = pa.total_allocated_bytes()
-    placed = [Placed(action(number, tokens), Partition("rollout", number // 65), number) for number in range(NUM_ROWS)]
-    table = stamp(pa.Table.from_batches([item.batch for item in placed]), placed)
+    places = [Place(1, Partition("rollout", number // 65), number) for number in range(NUM_ROWS)]
+    table = stamp(pa.Table.from_batches([action(number, tokens) for number in range(NUM_ROWS)]), places)
     assert sum(len(chunk.flatten()) for chunk in table["token_ids"].chunks[:1]) * NUM_ROWS > 2**31
     parts = dict(split_by_partition(table))
     assert sorted(parts) == [Partition("rollout", 0), Partition("rollout", 1)]

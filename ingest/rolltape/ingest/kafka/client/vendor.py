@@ -91,7 +91,6 @@ class _Batch(DefaultRecordBatch):  # type: ignore[misc]
     anybody's, would stop its partition for all readers and for ever.
     """
 
-    __slots__ = ()
     _buffer: Any
     _pos: int
 
