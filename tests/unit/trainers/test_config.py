@@ -52,7 +52,10 @@ DIS = {"algorithm": "dis", "epsilon_low": 0.3, "epsilon_high": 5.0}
         ({"algorithm": "opd", "score_low": 0.5}, "trainer.score_low, trainer.score_high: expected both"),
         ({"algorithm": "opd", "score_low": 2.0, "score_high": 1.0}, "trainer.score_low, trainer.score_high: expected"),
         ({"algorithm": "mopd", "max_gap": 0.0}, "trainer.max_gap: expected more than 0"),
-        ({"algorithm": "opd", "opd_form": "full", "task_coef": 0.5}, "trainer.task_coef: expected 0 with opd_form full"),
+        (
+            {"algorithm": "opd", "opd_form": "full", "task_coef": 0.5},
+            "trainer.task_coef: expected 0 with opd_form full",
+        ),
         ({"algorithm": "opd", "opd_form": "kl"}, "trainer.opd_form: expected one of eq1, score, full, top_k"),
         ({"teacher_floor": 0.0}, "trainer.teacher_floor: expected a log-prob below 0"),
         ({"top_k": 0}, "trainer.top_k: expected 1 or more"),
@@ -94,9 +97,19 @@ def test_the_record_holds_what_was_in_force(fields: dict[str, Any], resolved: tu
     config = TrainerConfig(**fields)
     names = ("epsilon_low", "epsilon_high", "correction", "aggregation", "adv_norm", "max_gap")
     assert tuple(getattr(config, name) for name in names) == resolved
-    recorded = json.loads(RunConfig(trainer=config).to_json())["trainer"]
+    recorded = json.loads(json.dumps(dataclasses.asdict(config)))
     assert tuple(recorded[name] for name in names) == resolved
-    assert RunConfig.from_json(RunConfig(trainer=config).to_json()).trainer == config
+    assert TrainerConfig(**recorded) == config
+
+
+def test_a_recipe_file_sets_optional_fields_and_lists() -> None:
+    trainer = {**DIS, "freeze_critic": ["attn", "embed"], "alarm_trusted_below": 1, "max_gap": None}
+    config = RunConfig.from_dict({"trainer": trainer})
+    assert config.trainer.freeze_critic == ("attn", "embed")
+    assert config.trainer.alarm_trusted_below == 1.0
+    assert RunConfig.from_json(config.to_json()) == config
+    with pytest.raises(ConfigError, match=r"trainer\.alarm_trusted_below: expected float"):
+        RunConfig.from_dict({"trainer": {"alarm_trusted_below": "half"}})
 
 
 def test_an_algorithm_for_another_takes_its_own_defaults() -> None:
