@@ -14,6 +14,10 @@ from rolltape.schema.errors import ConfigError
 # name -> (module, environment class, class of its options)
 ENVIRONMENTS: Final[Mapping[str, tuple[str, str, str]]] = {
     "sort_digits": ("rolltape.rollout.sort_digits", "SortDigits", "SortDigitsConfig"),
+    "sort_digits_descending": ("rolltape.rollout.sort_digits", "SortDigitsDescending", "SortDigitsConfig"),
+    "tool_digits": ("rolltape.rollout.tool_digits", "ToolDigits", "ToolDigitsConfig"),
+    "running_max": ("rolltape.rollout.running_max", "RunningMax", "RunningMaxConfig"),
+    "mixture": ("rolltape.rollout.mixture", "Mixture", "MixtureConfig"),
     "gsm8k": ("rolltape.rollout.gsm8k", "Gsm8k", "Gsm8kConfig"),
 }
 

@@ -46,10 +46,13 @@ class SortDigits(Environment):
     domain: ClassVar[str] = "sorting"
     source: ClassVar[str] = "all digit strings, made by rolltape"
     verifier: ClassVar[str] = "sorted_text"
+    mark: ClassVar[str] = "="
+    """Ends a prompt; says which order is asked for."""
+    descending: ClassVar[bool] = False
 
     def __init__(self, config: SortDigitsConfig | None = None, seed: int = 0) -> None:
         self.config = config if config is not None else SortDigitsConfig()
-        self._problems = _split_problems(self.config, seed)
+        self._problems = self._split_problems(seed)
 
     def problems(self, split: Split) -> Sequence[Problem]:
         """Problems of one split, in the order of their digits."""
@@ -69,21 +72,31 @@ class SortDigits(Environment):
         """Whether the digits are sorted and the policy stopped."""
         return rewards.exact_text(answer.text, problem.answer, ended=answer.ended) == 1.0
 
-
-def _split_problems(config: SortDigitsConfig, seed: int) -> dict[Split, tuple[Problem, ...]]:
-    size = 10**config.num_digits
-    order = shuffled(derived_seed("sort_digits", config.num_digits, seed), size)
-    held_out = set(order[: config.num_heldout].tolist())
-    problems: dict[Split, list[Problem]] = {"train": [], "heldout": []}
-    for number in range(size):
-        split: Split = "heldout" if number in held_out else "train"
-        digits = f"{number:0{config.num_digits}d}"
-        problems[split].append(
-            Problem(
-                problem_id=f"{SortDigits.name}/{digits}",
-                split=split,
-                prompt=f"{digits}=",
-                answer="".join(sorted(digits)),
+    def _split_problems(self, seed: int) -> dict[Split, tuple[Problem, ...]]:
+        """The same numbers are held out whatever the order asked for."""
+        config = self.config
+        size = 10**config.num_digits
+        order = shuffled(derived_seed("sort_digits", config.num_digits, seed), size)
+        held_out = set(order[: config.num_heldout].tolist())
+        problems: dict[Split, list[Problem]] = {"train": [], "heldout": []}
+        for number in range(size):
+            split: Split = "heldout" if number in held_out else "train"
+            digits = f"{number:0{config.num_digits}d}"
+            problems[split].append(
+                Problem(
+                    problem_id=f"{self.name}/{digits}",
+                    split=split,
+                    prompt=f"{digits}{self.mark}",
+                    answer="".join(sorted(digits, reverse=self.descending)),
+                )
             )
-        )
-    return {split: tuple(of_split) for split, of_split in problems.items()}
+        return {split: tuple(of_split) for split, of_split in problems.items()}
+
+
+class SortDigitsDescending(SortDigits):
+    """The other order, asked for by another sign: a second domain for those who learn two."""
+
+    name: ClassVar[str] = "sort_digits_descending"
+    domain: ClassVar[str] = "sorting_descending"
+    mark: ClassVar[str] = ">"
+    descending: ClassVar[bool] = True
