@@ -67,6 +67,7 @@ class RolloutSection:
     max_tokens: int = 4
     num_threads: int = 1
     evaluate_heldout: bool = True
+    evaluate_initial: bool = False  # version 0 too, so that a report has a before and an after
     shuffle_rewards: bool = False  # a control: rewards of a batch in another order, marked so on the tape
 
     def __post_init__(self) -> None:

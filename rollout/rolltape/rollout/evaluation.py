@@ -11,7 +11,7 @@ from rolltape.rollout.engine import PolicyVersion, SamplingConfig
 from rolltape.rollout.harness import Harness
 from rolltape.rollout.seeds import sampling_seed
 from rolltape.rollout.step import StepRows, StepRunner
-from rolltape.rollout.tape import CompletedStep, RunTape
+from rolltape.rollout.tape import RunTape
 from rolltape.schema.errors import EngineError
 
 
@@ -21,15 +21,16 @@ def evaluate(
     recorder: Recorder,
     book: AttemptBook,
     tape: RunTape,
-    last: CompletedStep,
     *,
+    step: int,
     sampling: SamplingConfig,
     seed: int,
 ) -> None:
     """Evaluate the active version on all held-out problems, once, and record ``evaluation_completed``.
 
     Every answer counts by the environment's own rule; the metrics are ``exact_match`` and ``num_problems``. The
-    rollouts carry the purpose ``evaluate`` and the step whose version they evaluate, so trainers leave them alone.
+    rollouts carry the purpose ``evaluate`` and ``step``, whose version they evaluate (0: before any), so trainers leave
+    them alone.
 
     Raises:
         EngineError: nothing is active.
@@ -43,12 +44,12 @@ def evaluate(
         return
     rows = StepRows(
         purpose="evaluate",
-        step=last.step,
+        step=step,
         group_size=1,
         problems=problems,
         group_ordinals=list(range(len(problems))),
         members=[0] * len(problems),
-        seeds=[sampling_seed(seed, last.step, ordinal, 0) for ordinal in range(len(problems))],
+        seeds=[sampling_seed(seed, step, ordinal, 0) for ordinal in range(len(problems))],
     )
     plan = plan_step(book, rows.places, tape.line)
     if not plan.is_empty:

@@ -67,6 +67,7 @@ class WorkerConfig:
     max_lead_steps: int = 0  # 0: lock step; else so many steps ahead of the trainer at most
     agent: AgentConfig = field(default_factory=AgentConfig)  # of environments of several turns
     shuffle_rewards: bool = False  # a control: rewards of a batch in another order, marked so on the tape
+    evaluate_initial: bool = False  # worker 0 evaluates version 0 too, before anything is trained
     evaluate_heldout: bool = True  # worker 0 evaluates the final version on the held-out problems
     policy_id: str = "actor"
     rows_per_batch: int = 1024  # most rollouts that are generated at once; whole groups, at least one
@@ -236,6 +237,8 @@ class Worker:
         plan = plan_step(self._book, share.rows.places, line)
         if len(plan.record) and not self._weights.serves(self._tape, share.version):
             return False
+        if self._config.evaluate_initial and self._tape.last_step is None and self._weights.serves(self._tape, 0):
+            self._evaluate(step=0)
         if not plan.is_empty:
             self._runner.run(share.rows, plan, self._book, line, self._sampling)
         self._done = share.number
@@ -243,18 +246,23 @@ class Worker:
         return True
 
     def _finish(self, last: CompletedStep) -> None:
-        if self._config.index == 0 and self._config.evaluate_heldout:
+        if self._config.evaluate_heldout:
+            self._evaluate(step=last.step)
+        self._leave()
+
+    def _evaluate(self, *, step: int) -> None:
+        """Evaluate the active version, if that is this worker's to do and it is not done yet."""
+        if self._config.index == 0:
             evaluate(
                 self._harness,
                 self._runner,
                 self._recorder,
                 self._book,
                 self._tape,
-                last,
+                step=step,
                 sampling=self._sampling,
                 seed=self._config.seed,
             )
-        self._leave()
 
     def _leave(self) -> None:
         self._recorder.record("engine_left", engine_id=self._harness.engine.engine_id, reason="left")

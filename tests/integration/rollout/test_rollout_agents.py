@@ -230,7 +230,7 @@ class TestEvaluation:
             if row["trajectory_id"] in ids and row["target_event_id"] is None
         ]
         assert len(rewards) == 6
-        return sum(value is not None and value >= 0.5 for value in rewards) / 6
+        return len([value for value in rewards if value is not None and value >= 0.5]) / 6
 
     def test_on_the_held_out_problems(self, stage: Stage) -> None:
         stage.begin()
@@ -239,6 +239,21 @@ class TestEvaluation:
         assert metrics == {"exact_match": self.correct(stage), "num_problems": 6.0}
         evaluated = [r for r in stage.tape.rows("rollout_dispatched") if r["purpose"] == "evaluate"]
         assert len(evaluated) == 6
+
+    def test_of_the_first_version(self, stage: Stage) -> None:
+        stage.begin()
+        options = {"num_turns": 3, "fail_every": 0}
+        stage.worker(evaluate_initial=True, environment_options=options)
+        stage.trainer.commit(stage.version_0)
+        stage.tape.wait_for("an evaluation", lambda: len(stage.tape.rows("evaluation_completed")) == 1)
+        wait_for_ends(stage, PER_STEP + 6)
+        [row] = stage.tape.rows("evaluation_completed")
+        assert (row["version"], {metric["name"] for metric in row["metrics"]}) == (0, {"exact_match", "num_problems"})
+        dispatched = stage.tape.rows("rollout_dispatched")
+        assert [(row["purpose"], row["training_step"]) for row in dispatched[:6]] == [("evaluate", 0)] * 6
+        stage.trainer.complete(1, version_out=0)
+        wait_for_ends(stage, 2 * PER_STEP + 6)
+        assert len(stage.tape.rows("evaluation_completed")) == 1
 
     def test_after_a_crash_in_the_middle(self, stage: Stage) -> None:
         stage.begin()

@@ -330,7 +330,8 @@ def test_rollouts_of_a_batch_are_summarised_together() -> None:
     bench = Bench(environment, script, max_tokens=3, context_budget=20, compaction=compaction())
     folded = bench.run()
     assert folded.trajectories["untrainable_reasons"].to_pylist() == [[], []]
-    assert folded.trajectories["num_segments"].to_pylist() == [3, 1]
+    counts = {row["problem_id"]: row["num_segments"] for row in folded.trajectories.to_pylist()}
+    assert counts == {"scripted/s:q": 3, "scripted/s:r": 1}
 
 
 class TestConfiguration:
