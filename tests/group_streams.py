@@ -14,7 +14,10 @@ from rolltape.schema.cursor import Cursor
 from rolltape.schema.digest import prefix_digest
 from rolltape.schema.render import arrow_schema
 from rolltape.trainers.assembly import VersionRules
+from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.buffer import KINDS
+from rolltape.trainers.members import GRPO_RULES
+from rolltape.trainers.score_book import TEACHER_KINDS
 from rolltape.trainers.source import Gathered
 from rolltape.trainers.stream import Consumed, GroupStream
 from rolltape.trainers.streaming import StreamRules, StreamSource
@@ -22,6 +25,7 @@ from rolltape.trainers.streaming import StreamRules, StreamSource
 SIZE: Final = 4
 PROMPT: Final = [1, 2]
 TIMEOUT_S: Final = 10.0
+TOKENIZER: Final = "tokenizer"
 
 
 class NothingMore(Exception):
@@ -63,7 +67,14 @@ class GroupWriter:
         self._record("rollout_started", ordinal, attempt, members, prompt_token_ids=[PROMPT] * len(members))
 
     def finish(
-        self, ordinal: int, *, attempt: int = 0, members: Sequence[int] = range(SIZE), version: int = 0, epoch: int = 1
+        self,
+        ordinal: int,
+        *,
+        attempt: int = 0,
+        members: Sequence[int] = range(SIZE),
+        version: int = 0,
+        epoch: int = 1,
+        scalars: Sequence[float] | None = None,
     ) -> None:
         count = len(members)
         run = {"start": 0, "length": 2, "policy_id": "actor", "run_epoch": epoch, "version": version}
@@ -91,7 +102,7 @@ class GroupWriter:
             num_action_tokens=2,
             num_observation_tokens=0,
         )
-        scalars = [float(member) for member in members]
+        scalars = [float(member) for member in members] if scalars is None else list(scalars)
         self._record(
             "reward_assigned", ordinal, attempt, members, state="earned", scalar=scalars, scalariser_version="1"
         )
@@ -102,6 +113,29 @@ class GroupWriter:
 
     def abandon(self, ordinal: int, members: Sequence[int], reason: str = "worker_lost") -> None:
         self._record("attempt_abandoned", ordinal, 0, members, reason=reason)
+
+    def route(self, domain: str = "math") -> None:
+        """The problem of all groups, and the teacher of its domain."""
+        self.recorder.record("problem_registered", problem_id="p", domain=domain)
+        told = {"weights_digest": "w", "tokenizer_digest": TOKENIZER, "student_tokenizer_digest": TOKENIZER}
+        self.recorder.record("teacher_routed", domain=domain, teacher_id=f"teacher-{domain}", **told)
+
+    def score(self, ordinal: int, *, members: Sequence[int] = range(SIZE), **fields: Any) -> None:
+        """What the teacher says of their actions."""
+        count = len(members)
+        columns: dict[str, Any] = {
+            "segment_index": 0,
+            "teacher_id": "teacher-math",
+            "weights_digest": "w",
+            "tokenizer_digest": TOKENIZER,
+            "logprobs_mode": "processed_logprobs",
+            "temperature": 1.0,
+            "prefix_digest": prefix_digest(PROMPT),
+            "start_position": len(PROMPT),
+            "scored_token_ids": [[5, 6]] * count,
+            "log_probs": [[-0.75, -ordinal]] * count,
+        }
+        self._record("teacher_scored", ordinal, 0, members, **{**columns, **fields})
 
     def _record(self, kind: str, ordinal: int, attempt: int, members: Sequence[int], **columns: Any) -> None:
         identity = {
@@ -117,8 +151,18 @@ class GroupWriter:
 class StreamTrainer:
     """A stream source over a log, and the tape of what it pinned: enough to start again from."""
 
-    def __init__(self, log: EventLog, *, num_groups: int = 2, train_overdue: bool = False, patience: int = 0) -> None:
+    def __init__(
+        self,
+        log: EventLog,
+        *,
+        num_groups: int = 2,
+        train_overdue: bool = False,
+        patience: int = 0,
+        batch: BatchRules = GRPO_RULES,
+    ) -> None:
         """``patience``: looks in vain for which nothing has to happen; a broker takes its time."""
+        self.batch = batch
+        self.known: dict[str, pa.Table] = {}
         self.log, self.num_groups, self.train_overdue, self.patience = log, num_groups, train_overdue, patience
         self.clock = Clock()
         self.live_versions = {(1, version) for version in range(20)}
@@ -137,12 +181,23 @@ class StreamTrainer:
                 consumed.groups.add(item.group_id)
                 if item.reason == reasons.GROUP_INCOMPLETE:
                     consumed.given_up.setdefault(item.group_id, set()).add((item.trajectory_id, item.attempt))
-        reader = self.log.reader(self.cursor, topics=("rollout", "control"), kinds=KINDS)
+        topics: tuple[str, ...] = ("rollout", "control")
+        kinds: tuple[str, ...] = KINDS
+        if self.batch.uses_teacher:
+            topics, kinds = (*topics, "teacher"), (*kinds, *TEACHER_KINDS)
+        reader = self.log.reader(self.cursor, topics=topics, kinds=kinds)
         started = arrow_schema("run_started").empty_table()
-        self.stream = GroupStream(reader, run_id="run", run_started=started, consumed=consumed, clock=self.clock)
+        self.stream = GroupStream(
+            reader, run_id="run", run_started=started, consumed=consumed, clock=self.clock, known=self.known
+        )
         self.source = StreamSource(
             self.stream,
-            StreamRules(num_groups=self.num_groups, group_timeout_s=TIMEOUT_S, train_overdue=self.train_overdue),
+            StreamRules(
+                num_groups=self.num_groups,
+                group_timeout_s=TIMEOUT_S,
+                train_overdue=self.train_overdue,
+                batch=self.batch,
+            ),
             live_versions=self.live_versions,
             meanwhile=self._meanwhile,
             clock=self.clock,

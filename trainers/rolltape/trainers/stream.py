@@ -91,6 +91,7 @@ class GroupStream:
         self._late: list[Dropped] = []
         self.groups: dict[str, OpenGroup] = {}
         self.last_news = clock()
+        self.num_news = 0  # looks that found something
 
     @property
     def late(self) -> tuple[Dropped, ...]:
@@ -104,6 +105,7 @@ class GroupStream:
         news = [self._take(d) for d in sorted(deliveries, key=lambda d: d.kind != "rollout_dispatched")]
         if any(news):
             self.last_news = self._clock()
+            self.num_news += 1
         return any(news)
 
     def low_watermark(self, without: Collection[str] = ()) -> Cursor:

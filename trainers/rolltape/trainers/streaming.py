@@ -89,7 +89,7 @@ class StreamSource:
         self._cursor = stream.low_watermark()
         self._pending: list[str] = []
         self._began = clock()  # when the wait for the present batch began
-        self._seen = (-1.0, -1)  # news and overdue groups at the last look in vain
+        self._seen = (-1, -1)  # news and overdue groups at the last look in vain
 
     def gather(self, step: int, versions: VersionRules) -> Gathered:  # noqa: ARG002  # a step has no groups of its own
         """Wait until enough groups are complete and fresh enough.
@@ -124,14 +124,14 @@ class StreamSource:
         is_quiet = now - max(self._stream.last_news, self._began) >= self._rules.group_timeout_s
         if len(candidates) < self._rules.num_groups and not (is_quiet and (candidates or overdue)):
             return None
-        if self._seen == (self._stream.last_news, len(overdue)) and not is_quiet:
+        if self._seen == (self._stream.num_news, len(overdue)) and not is_quiet:
             return None
         choice = self._choose(candidates, versions)
         given_up = [] if self._rules.train_overdue else overdue
         if len(choice.taken) < self._rules.num_groups and not (is_quiet and (choice.refused or given_up)):
-            self._seen = (self._stream.last_news, len(overdue))
+            self._seen = (self._stream.num_news, len(overdue))
             return None
-        self._seen = (-1.0, -1)
+        self._seen = (-1, -1)
         return self._gathered(choice, given_up)
 
     def _choose(self, candidates: Sequence[OpenGroup], versions: VersionRules) -> _Choice:
