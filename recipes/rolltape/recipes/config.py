@@ -24,10 +24,20 @@ _SECRET_WORDS = ("secret", "password", "passwd", "api_key", "apikey", "access_ke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InitialSection:
+    """Weights to begin with: ``version`` (a number, or ``final``) of the policy that ``run`` published in ``lake``."""
+
+    lake: str
+    run: str
+    version: str = "final"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSection:
-    """Which model is trained."""
+    """Which model is trained, and from where it begins: its own initial weights, which the seed makes, or a run's."""
 
     name: str = "char-64x2"
+    initial: InitialSection | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """A task whose history outgrows its context: say after each digit which was the largest so far.
 
 The prompt shows the first digit, ``1=``; each reply is followed by the next one, ``3=``. All digits of an episode
-together do not fit into a small context, so the policy has to carry the largest through its own summaries. A summary's
-frame makes the rewritten context look like the beginning of an episode: ``3=`` where 3 was the largest so far.
+together do not fit into a small context, so the policy has to carry the largest through its own summaries. The request
+for one is a second ``=``, and its frame makes the rewritten context look like the beginning of an episode: ``3=`` where
+3 was the largest so far.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _MOST_SEQUENCES: Final = 100_000
 class RunningMaxConfig:
     """Options of :class:`RunningMax`; the weights are those of the reward's three components and add up to 1."""
 
-    num_rounds: int = 5
+    num_rounds: int = 6
     num_digits: int = 4  # digits are 0 to num_digits - 1
-    num_problems: int = 160  # as many of each largest digit as there are, at most their share
+    num_problems: int = 240  # as many of each largest digit as there are, at most their share
     num_heldout: int = 32
     rounds_weight: float = 0.3
     exact_weight: float = 0.3
@@ -62,7 +63,7 @@ class RunningMax(AgentEnvironment):
     domain: ClassVar[str] = "memory"
     source: ClassVar[str] = "digit sequences drawn by rolltape, their largest digits balanced"
     verifier: ClassVar[str] = "largest_digit"
-    summary_instruction: ClassVar[str] = ">"
+    summary_instruction: ClassVar[str] = "="
     resume_before: ClassVar[str] = ""
     resume_after: ClassVar[str] = "="
 

@@ -162,7 +162,7 @@ def test_rounds_that_were_not_reached_count_nothing() -> None:
 def test_largest_digits_are_balanced() -> None:
     environment = RunningMax()
     largest = Counter(p.answer for split in SPLITS for p in environment.problems(split))
-    assert largest == {"0": 1, "1": 31, "2": 40, "3": 40}
+    assert largest == {"0": 1, "1": 60, "2": 60, "3": 60}
     assert all(p.answer == max(p.problem_id.rpartition("/")[2]) for p in environment.problems("train"))
 
 
@@ -245,7 +245,7 @@ def test_a_mixture_that_makes_no_sense_is_refused(parts: list[dict[str, Any]], m
         ("running_max", {"num_rounds": 1}, "num_rounds: expected 2 or more"),
         ("running_max", {"num_rounds": 20}, "at most 100000 sequences"),
         ("running_max", {"num_problems": 3}, "num_problems: expected 4 or more"),
-        ("running_max", {"num_heldout": 112}, "less than the 112 problems"),
+        ("running_max", {"num_heldout": 181}, "less than the 181 problems"),
         ("running_max", {"num_heldout": -1}, "0 or more"),
         ("running_max", {"exact_weight": -0.1}, "0 or more"),
     ],
