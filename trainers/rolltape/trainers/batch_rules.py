@@ -27,6 +27,7 @@ class BatchRules:
         truncation_penalty: is subtracted from their reward.
         train_summary: accepted summaries are trained.
         train_rejected_summaries: so are summaries that were not accepted.
+        sentinels: log-probs that are none; packed as NaN, like a null.
         teacher: what is read of teachers.
         top_k: likeliest tokens that each position's score must have; 0: the sampled token's score is enough.
     """
@@ -40,6 +41,7 @@ class BatchRules:
     truncation_penalty: float = 0.0
     train_summary: bool = True
     train_rejected_summaries: bool = False
+    sentinels: tuple[float, ...] = ()
     teacher: TeacherUse = "none"
     top_k: int = 0
 
@@ -58,6 +60,7 @@ class BatchRules:
             truncation_penalty=config.truncation_penalty,
             train_summary=config.train_summary,
             train_rejected_summaries=config.train_rejected_summaries,
+            sentinels=config.sentinels,
             teacher="scores" if config.uses_teacher_scores else teacher,
             top_k=config.top_k if config.is_distillation and config.opd_form == "top_k" else 0,
         )

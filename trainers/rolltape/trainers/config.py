@@ -40,7 +40,8 @@ class TrainerConfig:
 
     What enters a batch. ``truncated`` keeps rollouts that were cut off by length, masks their tokens out of the loss,
     or takes their reward as 0; ``truncation_penalty`` is then subtracted from it. ``zero_std_groups`` drop leaves out
-    groups whose rewards are all equal. ``optimizer_reset`` auto is on in asynchronous runs (D25).
+    groups whose rewards are all equal. ``sentinels`` are values that an engine writes where it has no log-prob, beside
+    the known -9999: such tokens are untrusted and counted. ``optimizer_reset`` auto is on in asynchronous runs (D25).
 
     OPD and MOPD. ``opd_form`` eq1 puts the gap in GRPO's place of the advantage, score is the score function, full
     and top_k are divergences; ``opd_gap`` says from whose log-probs (D12); ``max_gap`` clips it; ``score_low`` and
@@ -87,6 +88,7 @@ class TrainerConfig:
     zero_std_groups: Literal["keep", "drop"] = "keep"
     truncated: Literal["keep", "mask", "zero_reward"] = "keep"
     truncation_penalty: float = 0.0
+    sentinels: tuple[float, ...] = ()
     optimizer_reset: Literal["auto", "on", "off"] = "auto"
     opd_form: OpdForm = "eq1"
     opd_gap: Literal["current", "old"] = "current"
@@ -139,7 +141,8 @@ class TrainerConfig:
         for name, value in self._defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)  # frozen; what follows sees the filled-in value
-        object.__setattr__(self, "freeze_critic", tuple(self.freeze_critic))  # JSON and TOML have lists
+        for name in ("freeze_critic", "sentinels"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON and TOML have lists
         self._check_epsilon()
         _one_of(
             "correction", self.correction, _CORRECTIONS.get(self.algorithm, (self._defaults()["correction"],)), self

@@ -129,6 +129,8 @@ def _check_together(config: TrainerConfig) -> None:
         raise _refused("dual_clip", f"none with algorithm {config.algorithm}: it bounds GRPO's loss", config.dual_clip)
     if config.is_distillation:
         _check_distillation(config)
+    if any(not isinstance(value, float) or not value < 0 for value in config.sentinels):
+        raise _refused("sentinels", "values below 0 with a decimal point, which no log-prob is", config.sentinels)
     if any(not isinstance(part, str) or not part for part in config.freeze_critic):
         raise _refused("freeze_critic", "parts of module names, none of them empty", config.freeze_critic)
 

@@ -92,7 +92,8 @@ class _Work:
         """Values before trained tokens, float32 [N], and after the rows' last tokens, [B], if they are wanted."""
         batch, scored = self.algorithm.batch, self.algorithm.trained
         if not self.algorithm.wants_ends:
-            return self.critic.normaliser.value(self._predict(batch.token_ids, batch.cu_seqlens, scored)), None
+            found = self.critic.normaliser.value(self._predict(batch.token_ids, batch.cu_seqlens, scored))
+            return torch.where(scored, found, 0.0), None
         token_ids, bounds, places = _with_ends(batch)
         ends = bounds[1:] - 1
         wanted = torch.zeros(token_ids.numel(), dtype=torch.bool)

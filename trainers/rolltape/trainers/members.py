@@ -154,7 +154,7 @@ class MemberPacker:
             ids = tuple(teacher if count else None for teacher, count in scored)
             more = {"domains": domains, "teacher": self._builder.scores(ids)}
         amounts, rows, positions = zip(*self._token_rewards, strict=True) if self._token_rewards else ((), (), ())
-        return self._builder.finish(
+        batch = self._builder.finish(
             rewards=self._rewards,
             groups=dense_groups([m.group_id for m in self._members]).tolist(),
             is_padding=[m.is_padding for m in self._members],
@@ -169,6 +169,9 @@ class MemberPacker:
             ),
             **more,
         )
+        for sentinel in self._rules.sentinels:
+            batch.rollout_log_probs[batch.rollout_log_probs == sentinel] = torch.nan
+        return batch
 
     def _matched(self, folded: Fold, segments: TrainedSegments, members: Sequence[Member]) -> Matched | None:
         if self._book is None:
