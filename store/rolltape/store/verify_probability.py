@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 from rolltape.schema.trust import MAX_LOG_PROB, SENTINELS
-from rolltape.store.verify_context import Check, Context, Outcome, at_trajectory, outcome
+from rolltape.store.verify_context import Check, Context, Outcome, outcome
+from rolltape.store.verify_teachers import TEACHER_CHECKS
 
 _SENTINELS: Final = ", ".join(f"{value!r}::FLOAT" for value in SENTINELS)
 
@@ -150,55 +151,6 @@ def trained_lengths(context: Context) -> Outcome:
     return outcome(num, broken)
 
 
-def teachers(context: Context) -> Outcome:
-    """Teacher scores cover their ids one to one, under the student's tokenizer; one teacher scores one way."""
-    rows = context.rows(
-        f"""
-        SELECT s.trajectory_id, s.attempt, s.event_id, s.teacher_id, len(s.scored_token_ids) AS num_ids,
-            len(s.log_probs) AS num_log_probs, s.tokenizer_digest, r.behaviour
-        FROM teacher_scored s
-        LEFT JOIN (
-            SELECT run_id, any_value(tokenizer.behaviour_digest) AS behaviour FROM run_started GROUP BY run_id
-        ) r ON r.run_id = s.run_id
-        WHERE {context.new("s")} AND (
-            len(s.log_probs) <> len(s.scored_token_ids)
-            OR s.tokenizer_digest <> r.behaviour
-        )
-        ORDER BY ALL
-        """
-    )
-    broken = [
-        at_trajectory(
-            row,
-            f"score {row['event_id']} of teacher {row['teacher_id']}: expected one log-prob for each of "
-            f"{row['num_ids']} ids "
-            f"and tokenizer {row['behaviour']}, got {row['num_log_probs']} and {row['tokenizer_digest']}",
-            event_id=row["event_id"],
-        )
-        for row in rows
-    ]
-    mixed = context.rows(
-        f"""
-        SELECT run_id, teacher_id, count(DISTINCT (logprobs_mode, temperature, template_digest)) AS ways
-        FROM teacher_scored
-        WHERE {context.new()}
-        GROUP BY run_id, teacher_id, weights_digest
-        HAVING ways > 1
-        ORDER BY ALL
-        """
-    )
-    broken += [
-        {
-            "message": f"teacher {row['teacher_id']} of run {row['run_id']}: expected one mode, temperature "
-            "and template, "
-            f"got {row['ways']} combinations"
-        }
-        for row in mixed
-    ]
-    num = context.one(f"SELECT count(*) AS num FROM teacher_scored WHERE {context.new()}")["num"]
-    return outcome(num, broken)
-
-
 PROBABILITY_CHECKS: Final = (
     Check(
         contract="probability",
@@ -218,5 +170,5 @@ PROBABILITY_CHECKS: Final = (
         unit="groups",
         run=trained_lengths,
     ),
-    Check(contract="probability", name="teachers", doc="teacher scores fit the tokens", unit="scores", run=teachers),
+    *TEACHER_CHECKS,
 )
