@@ -216,9 +216,9 @@ def test_case_d13_dropping_such_groups_is_an_option_that_counts_them(tape: Tape,
     assert [m.trajectory_id for m in plan.members] == kept
     mixed = BatchRules.of(TrainerConfig(algorithm="opd", task_coef=0.5, zero_std_groups="drop"))
     assert not mixed.drops_zero_std, "rows that learn from a teacher too are kept"
+    group.add("e", 1)
     with pytest.raises(UntrainableError, match="group_of_one"):
-        Group(tape).add("e", 1)
-        planned(tape, BatchRules())
+        planned(tape, rules)
 
 
 def test_case_d13_rewards_that_truncation_makes_equal_are_equal(tape: Tape, group: Group) -> None:
@@ -256,7 +256,7 @@ def test_case_d15_a_missing_reward_is_not_zero_and_a_late_one_is_an_event(tape: 
         "t0": "group_incomplete",
         "t1": "group_incomplete",
     }
-    late = {"trajectory_id": silent, "attempt": 0, "group_id": "g", "state": "earned"}
+    late: dict[str, Any] = {"trajectory_id": silent, "attempt": 0, "group_id": "g", "state": "earned"}
     [first] = tape.add("reward_assigned", scalar=0.5, **late)
     assert packed(tape, BatchRules()).rewards.tolist() == [-1.0, -1.0, 0.5, -1.0]
     tape.add("reward_assigned", scalar=0.75, **late)
