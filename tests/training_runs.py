@@ -134,14 +134,13 @@ class TrainingRun:
             for child in self.supervisor.services:
                 child.start()
             with open_run_log(self._writable, self.log_url) as log:
-                start_run(
-                    self._writable,
-                    self.config,
-                    log,
-                    archived=lambda: wait_until_archived(log, self.supervisor, 120.0),
-                )
+
+                def archived() -> None:
+                    wait_until_archived(log, self.supervisor, 120.0)
+
+                start_run(self._writable, self.config, log, archived=archived)
                 progress = Progress(log, self.config.run_id, self._saw)
-                self.supervisor.run(on_tick=progress.poll, tick_s=POLL_S)
+                self.supervisor.run(on_tick=progress.poll, at_end=archived, tick_s=POLL_S)
         except BaseException as error:  # noqa: BLE001  # told by wait()
             self._error = error
         finally:

@@ -16,7 +16,7 @@ from rolltape.schema.errors import ConfigError, FlushTimeout, ReplayError
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location
 from rolltape.trainers.history import RunHistory
-from rolltape.trainers.job import TrainerJob
+from rolltape.trainers.job import InitialWeights, TrainerJob
 from rolltape.trainers.records import metric_values
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def run(
     on_step: Callable[[StepSeen], None] = lambda _: None,
     max_restarts: int = 3,
 ) -> Supervisor:
-    """Start or resume a run and return when it has ended.
+    """Start or resume a run and return when it has ended and the lake has all of it.
 
     Args:
         url: path or URL of the lake.
@@ -170,6 +170,7 @@ def run(
     Raises:
         ChildFailedError: a process failed more often than ``max_restarts``.
         LogError: the log cannot be reached, or is not what the lake holds.
+        FlushTimeout: the lake does not have everything: a lane waits for what is missing, say.
     """
     lake = open_or_create(url)
     services, workers = children_of(
@@ -185,9 +186,13 @@ def run(
         for child in services:
             child.start()
         with open_run_log(lake, log_url) as log:
-            start_run(lake, config, log, archived=lambda: wait_until_archived(log, supervisor))
+
+            def archived() -> None:
+                wait_until_archived(log, supervisor)
+
+            start_run(lake, config, log, archived=archived)
             progress = Progress(log, config.run_id, on_step)
-            supervisor.run(on_tick=progress.poll)
+            supervisor.run(on_tick=progress.poll, at_end=archived)
     finally:
         supervisor.stop()
     return supervisor
@@ -217,6 +222,7 @@ def log_folder(lake: Lake) -> Path:
 
 def trainer_job(config: RunConfig) -> TrainerJob:
     """What the trainer process of a run is told."""
+    initial = config.model.initial
     return TrainerJob(
         run_id=config.run_id,
         seed=config.seed,
@@ -226,6 +232,9 @@ def trainer_job(config: RunConfig) -> TrainerJob:
         num_workers=config.rollout.num_workers,
         trainer=config.trainer,
         max_lead_steps=config.rollout.max_lead_steps,
+        initial=None
+        if initial is None
+        else InitialWeights(lake_url=initial.lake, run_id=initial.run, version=initial.version),
     )
 
 
@@ -256,4 +265,5 @@ def worker_config(config: RunConfig, lake_url: str, index: int, *, log_url: str 
         agent=config.agent,
         shuffle_rewards=section.shuffle_rewards,
         evaluate_heldout=section.evaluate_heldout,
+        evaluate_initial=section.evaluate_initial,
     )

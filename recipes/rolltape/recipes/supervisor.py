@@ -84,8 +84,16 @@ class Supervisor:
     max_restarts: int = 3
     restarts: dict[str, int] = field(default_factory=dict)
 
-    def run(self, *, on_tick: Callable[[], None] = lambda: None, tick_s: float = 0.1) -> None:
+    def run(
+        self,
+        *,
+        on_tick: Callable[[], None] = lambda: None,
+        at_end: Callable[[], None] = lambda: None,
+        tick_s: float = 0.1,
+    ) -> None:
         """Start all, restart what dies, return when all workers have ended well.
+
+        ``at_end`` is called once they have, while the services still run.
 
         Raises:
             ChildFailedError: a process died more than ``max_restarts`` times.
@@ -99,6 +107,7 @@ class Supervisor:
                 self.look_after()
                 time.sleep(tick_s)
             on_tick()
+            at_end()
         finally:
             self.stop()
 

@@ -1,7 +1,8 @@
 """Whoever reads, from wherever, with a lake or without, before, while and after it is archived: the same events.
 
-Messages come twice, in another order, poisoned, of strangers, or not at all until an operator accepts that. Sinks stop
-and start anywhere between. The seed is in the test's name.
+Messages come twice, in another order, poisoned, of strangers, or not at all until an operator accepts that; events come
+again on another lane, as they were or with other content. Sinks stop and start anywhere between. The seed is in the
+test's name.
 """
 
 from __future__ import annotations
@@ -50,15 +51,19 @@ def lane_of(rng: Random, producer_id: str, place: Partition) -> list[Record]:
     records, first = [], 0
     for number in range(RECORDS_PER_LANE):
         num_rows = rng.randint(1, 3)
+        # Some of r's events are p's of the same index: a repetition where the rest is equal, else a conflict.
+        owner, subject = producer_id, producer_id
+        if producer_id == "r" and rng.random() < 0.5:
+            owner, subject = "p", rng.choice("pr")
         columns: dict[str, Any] = {
-            "event_id": [f"{producer_id}-{place.partition}-{first + row}" for row in range(num_rows)],
+            "event_id": [f"{owner}-{place.partition}-{first + row}" for row in range(num_rows)],
             "run_id": "run",
             "run_epoch": 1,
             "producer_id": producer_id,
             "producer_epoch": 1,
             "lane_seq": list(range(first, first + num_rows)),
             "recorded_at": pa.scalar(1_700_000_000_000_000, pa.timestamp("us", tz="UTC")),
-            "trajectory_id": f"t-{producer_id}",
+            "trajectory_id": f"t-{subject}",
             "attempt": 0,
             "event_index": list(range(first, first + num_rows)),
         }

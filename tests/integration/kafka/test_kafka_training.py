@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.fixtures import Broker
 from tests.servers.noida_db import NoidaDb
 from tests.training_runs import LEAD, NUM_STEPS, TrainingRun
@@ -27,12 +28,16 @@ def log_url(kafka_broker: Broker, topic_prefix: str) -> str:
     return f"kafka://{kafka_broker.bootstrap}/{topic_prefix}"
 
 
+def sink_of(broker: Broker) -> tuple[str, ...]:
+    """The sink, where it may be killed: noida-db goes on counting a dead one as a member of its group."""
+    return () if isinstance(broker, NoidaDb) else ("sink",)
+
+
 def test_lock_step_through_a_broker_gives_the_bits_of_the_embedded_log(
     embedded: dict[int, StepBits], log_url: str, tmp_path: Path, kafka_broker: Broker
 ) -> None:
     """Batches, losses, gradients, weights and every metric of every step, over many partitions, killed on the way."""
-    # noida-db goes on counting a killed sink as a member of its group; real brokers do not.
-    victims = ("trainer", "worker-0") if isinstance(kafka_broker, NoidaDb) else ("trainer", "worker-0", "sink")
+    victims = ("trainer", "worker-0", *sink_of(kafka_broker))
     with TrainingRun(tmp_path, log_url) as run:
         run.start().wait_for_step(2)
         for name in victims:
@@ -46,10 +51,34 @@ def test_lock_step_through_a_broker_gives_the_bits_of_the_embedded_log(
         assert partitions.column(0)[0].as_py() > 1, "the rollouts of this run came over one partition"
 
 
-def test_an_asynchronous_run_through_a_broker_survives_kills(log_url: str, tmp_path: Path) -> None:
+def test_a_run_is_the_same_whatever_becomes_of_its_sink(
+    embedded: dict[int, StepBits], apache_kafka: KafkaCluster, topic_prefix: str, tmp_path: Path
+) -> None:
+    """It dies between its data files and their commit, and again after a commit of which it heard no answer."""
+    before, after = (
+        {"ROLLTAPE_CRASH": f"{name}:1:{tmp_path / name}"} for name in ("data_file_written", "after_commit")
+    )
+    url = f"kafka://{apache_kafka.bootstrap}/{topic_prefix}"
+    # A window whose mark is there is passed unharmed: the sink dies when it is taken away.
+    (tmp_path / "data_file_written").touch()
+    with TrainingRun(tmp_path, url, environment={"sink": before}) as run:
+        run.start().wait_for_step(2)
+        run.children["sink"].environment = after
+        (tmp_path / "data_file_written").unlink()
+        run.wait()
+        assert all((tmp_path / name).exists() for name in ("data_file_written", "after_commit"))
+        assert run.supervisor.restarts.keys() == {"sink"}, "others than the sink died"
+        assert not run.problems()
+        assert run.bits().keys() == embedded.keys()
+        assert first_difference(run.bits(), embedded) is None
+
+
+def test_an_asynchronous_run_through_a_broker_survives_kills(
+    log_url: str, tmp_path: Path, kafka_broker: Broker
+) -> None:
     with TrainingRun(tmp_path, log_url, asynchronous=True) as run:
         run.start().wait_for_step(2)
-        for name in ("trainer", "worker-1"):
+        for name in ("trainer", "worker-1", *sink_of(kafka_broker)):
             run.kill(name)
         run.wait_for_step(5)
         run.kill("trainer")
