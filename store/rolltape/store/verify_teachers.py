@@ -94,7 +94,7 @@ def scored_tokens(context: Context) -> Outcome:
         ORDER BY s.log_offset, s.event_id
         """
     )
-    broken += list(_other_contexts(contexts))
+    broken += [wrong for batch in contexts.to_batches() for wrong in _other_contexts(batch)]
     num = context.one(
         f"SELECT count(*) AS num, count(start_position) AS placed FROM teacher_scored WHERE {context.new()}"
     )
@@ -115,20 +115,20 @@ def _other_ids(row: dict[str, Any]) -> str:
     return f"{who}: expected the ids of segment {row['segment']}, got {found} for {expected} at position {start + at}"
 
 
-def _other_contexts(table: pa.Table) -> Iterator[dict[str, Any]]:
+def _other_contexts(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
     """Scores under another context than the segment's; equal contexts are hashed once."""
     known: dict[bytes, str] = {}
-    lengths = pc.list_value_length(table["ids"]).to_numpy()
-    values = table["ids"].combine_chunks().flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False)
+    lengths = pc.list_value_length(batch["ids"]).to_numpy()
+    values = batch["ids"].flatten().to_numpy(zero_copy_only=False).astype("<i4", copy=False)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
-    for row, claimed in enumerate(table["prefix_digest"].to_pylist()):
+    for row, claimed in enumerate(batch["prefix_digest"].to_pylist()):
         ids = values[bounds[row] : bounds[row + 1]]
         key = ids.tobytes()
         if key not in known:
             known[key] = prefix_digest(ids)
         if known[key] == claimed:
             continue
-        at = {name: table[name][row].as_py() for name in ("trajectory_id", "attempt", "event_id", "teacher_id")}
+        at = {name: batch[name][row].as_py() for name in ("trajectory_id", "attempt", "event_id", "teacher_id")}
         yield at_trajectory(
             at,
             f"score {at['event_id']} of teacher {at['teacher_id']}: expected prefix digest {known[key]} of the "
@@ -260,7 +260,7 @@ def top_k(context: Context) -> Outcome:
     )
     broken: list[dict[str, Any]] = []
     num_positions = 0
-    for row in table.to_pylist():
+    for row in (row for batch in table.to_batches(max_chunksize=1_000) for row in batch.to_pylist()):
         ids = np.array(row["top_k_token_ids"], np.int64).reshape(-1, row["top_k"])
         values = _floats(row["top_k_log_probs"]).reshape(-1, row["top_k"])
         num_positions += len(ids)
