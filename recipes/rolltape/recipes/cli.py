@@ -13,6 +13,7 @@ from rolltape.schema.errors import RolltapeError
 COMMANDS: Final = {
     "demo": "learn, ask, replay: the whole loop on this machine, checked at the end",
     "train": "start or resume a run from a recipe file",
+    "recipes": "train every recipe beside a control, and write down what they learned",
     "import": "bring recorded rollouts of other systems onto the tape",
     "sql": "ask anything of a lake in SQL",
     "show": "one trajectory, token for token",

@@ -43,16 +43,21 @@ class StepPrinter:
     def step(self, seen: StepSeen) -> None:
         """Show one completed step."""
         self.last = seen
-        metrics = seen.metrics
-        facts = {
-            "reward": metrics.get("reward_mean"),
-            "exact": metrics.get("reward_component/exact"),
-            "trusted": metrics.get("trusted_frac"),
-            "grad_norm": metrics.get("grad_norm"),
-        }
-        shown = {key: round(value, 4) for key, value in facts.items() if value is not None}
+        shown = shown_metrics(seen)
         if self._bar is not None:
             text = "  ".join(f"{key} {value:g}" for key, value in shown.items())
             self._bar.update(self._task, completed=seen.step, facts=f"version {seen.version}  {text}")
-        elif seen.step % self._every == 0 or metrics.get("final") == 1.0:
+        elif seen.step % self._every == 0 or seen.metrics.get("final") == 1.0:
             say(f"step {seen.step}", step=seen.step, version=seen.version, **shown)
+
+
+def shown_metrics(seen: StepSeen) -> dict[str, float]:
+    """The few metrics that a line of progress has room for, those that the step has."""
+    names = {
+        "reward": "reward_mean",
+        "exact": "reward_component/exact",
+        "trusted": "trusted_frac",
+        "grad_norm": "grad_norm",
+    }
+    found = {key: seen.metrics.get(name) for key, name in names.items()}
+    return {key: round(value, 4) for key, value in found.items() if value is not None}

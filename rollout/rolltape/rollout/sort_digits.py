@@ -1,13 +1,16 @@
 """A task that a tiny model learns in seconds: sort three digits (platform.md).
 
-Prompt ``271=``, answer ``127`` and the end. All 1,000 inputs are problems; 200 of them are held out by a seed before
-training begins. The reward is dense: half of it for right places, half for the exact answer.
+Prompt ``271=``, answer ``127`` and the end. All 1,000 inputs are problems (fewer where only some digits are used); 200
+of them are held out by a seed before training begins. The reward is dense: half of it for right places, half for the
+exact answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
+from string import digits
 from typing import ClassVar, Final
 
 from rolltape.rollout import rewards
@@ -24,16 +27,18 @@ class SortDigitsConfig:
     """Options of :class:`SortDigits`."""
 
     num_digits: int = 3
+    num_symbols: int = 10  # digits are 0 to num_symbols - 1
     num_heldout: int = 200
     exact_weight: float = 0.5
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_digits <= _LONGEST:
             raise ConfigError(f"environment.options.num_digits: expected 1 to {_LONGEST}, got {self.num_digits}")
-        if not 0 <= self.num_heldout < 10**self.num_digits:
-            raise ConfigError(
-                f"environment.options.num_heldout: expected 0 to {10**self.num_digits - 1}, got {self.num_heldout}"
-            )
+        if not 2 <= self.num_symbols <= len(digits):
+            raise ConfigError(f"environment.options.num_symbols: expected 2 to {len(digits)}, got {self.num_symbols}")
+        size = self.num_symbols**self.num_digits
+        if not 0 <= self.num_heldout < size:
+            raise ConfigError(f"environment.options.num_heldout: expected 0 to {size - 1}, got {self.num_heldout}")
         if not 0 <= self.exact_weight <= 1:
             raise ConfigError(f"environment.options.exact_weight: expected 0 to 1, got {self.exact_weight}")
 
@@ -75,19 +80,18 @@ class SortDigits(Environment):
     def _split_problems(self, seed: int) -> dict[Split, tuple[Problem, ...]]:
         """The same numbers are held out whatever the order asked for."""
         config = self.config
-        size = 10**config.num_digits
-        order = shuffled(derived_seed("sort_digits", config.num_digits, seed), size)
+        numbers = ["".join(chosen) for chosen in product(digits[: config.num_symbols], repeat=config.num_digits)]
+        order = shuffled(derived_seed("sort_digits", config.num_digits, seed), len(numbers))
         held_out = set(order[: config.num_heldout].tolist())
         problems: dict[Split, list[Problem]] = {"train": [], "heldout": []}
-        for number in range(size):
-            split: Split = "heldout" if number in held_out else "train"
-            digits = f"{number:0{config.num_digits}d}"
+        for place, number in enumerate(numbers):
+            split: Split = "heldout" if place in held_out else "train"
             problems[split].append(
                 Problem(
-                    problem_id=f"{self.name}/{digits}",
+                    problem_id=f"{self.name}/{number}",
                     split=split,
-                    prompt=f"{digits}{self.mark}",
-                    answer="".join(sorted(digits, reverse=self.descending)),
+                    prompt=f"{number}{self.mark}",
+                    answer="".join(sorted(number, reverse=self.descending)),
                 )
             )
         return {split: tuple(of_split) for split, of_split in problems.items()}
