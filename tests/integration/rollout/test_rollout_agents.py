@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
 import pytest
 from tests import agent_tasks
 
 from rolltape.rollout.agent_config import AgentConfig, CompactionConfig
 from rolltape.rollout.engine import SamplingConfig
 from rolltape.rollout.worker import DONE, WorkerConfig
-from rolltape.schema.fold import FOLDED_KINDS, Fold, fold
 
+from .agent_contents import Place, contents, folded, wait_for_ends
 from .stage import Killed, Stage
 
 GROUPS, SIZE = 2, 4
@@ -63,65 +61,29 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     made.close()
 
 
-def folded(stage: Stage) -> Fold:
-    tables = {kind: stage.tape.table(kind) for kind in FOLDED_KINDS}
-    return fold({kind: table for kind, table in tables.items() if table is not None})
-
-
-def contents(stage: Stage) -> dict[tuple[int, int], list[Any]]:
-    """Of each current attempt, by its place: segments to the bit, status, rewards and masks."""
-    places = {
-        (row["trajectory_id"], row["attempt"]): (row["group_ordinal"], row["member"])
-        for row in stage.tape.rows("rollout_dispatched")
-    }
-    found = folded(stage)
-    of_place: dict[tuple[int, int], list[Any]] = {}
-    for row in found.trajectories.filter(pa.compute.field("is_current")).to_pylist():
-        place = places[row["trajectory_id"], row["attempt"]]
-        assert place not in of_place, f"two current attempts at {place}"
-        token_rewards = [(r["segment_index"], r["position"], r["scalar"]) for r in row["token_rewards"]]
-        of_place[place] = [row["status"], row["cause"], row["reward"], token_rewards, row["untrainable_reasons"]]
-    for row in found.segments.filter(pa.compute.field("is_current")).to_pylist():
-        bits = np.array(row["rollout_log_probs"], dtype=np.float32).tobytes()
-        masks = (row["response_mask"], row["observation_mask"])
-        ids = (row["prompt_token_ids"], row["response_token_ids"], row["policy_versions"])
-        place = places[row["trajectory_id"], row["attempt"]]
-        of_place[place].append((row["segment_kind"], row["is_accepted"], *ids, bits, *masks))
-    return of_place
-
-
 def whole_step(stage: Stage, **changes: Any) -> None:
     """Everything of step 1 is on the tape."""
     stage.begin()
     stage.worker(**changes)
     stage.trainer.commit(stage.version_0)
-    wait_for_ends(stage, PER_STEP)
-
-
-def wait_for_ends(stage: Stage, num_ends: int) -> None:
-    def ended() -> bool:
-        gone = {(row["trajectory_id"], row["attempt"]) for row in stage.tape.rows("attempt_abandoned")}
-        ends = {(row["trajectory_id"], row["attempt"]) for row in stage.tape.rows("rollout_ended")}
-        return len(ends - gone) >= num_ends
-
-    stage.tape.wait_for(f"{num_ends} ends", ended)
+    wait_for_ends(stage.tape, PER_STEP)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[Any]]:
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[Place, list[Any]]:
     """What step 1 is where nothing happens."""
     agent_tasks.register()
     calm = Stage(tmp_path_factory.mktemp("calm"), CONFIG)
     try:
         whole_step(calm)
-        return contents(calm)
+        return contents(calm.tape)
     finally:
         calm.close()
 
 
 def test_what_a_small_model_does_is_whole_and_trainable(stage: Stage) -> None:
     whole_step(stage)
-    found = folded(stage)
+    found = folded(stage.tape)
     trajectories, segments = found.trajectories.to_pylist(), found.segments.to_pylist()
     assert len(trajectories) == PER_STEP
     failed = [row for row in trajectories if row["status"] == "env_failed"]
@@ -142,9 +104,9 @@ def test_what_a_small_model_does_is_whole_and_trainable(stage: Stage) -> None:
     assert stage.tape.rows("dead_letter") == []
 
 
-def test_the_same_seed_gives_the_same_bits(stage: Stage, expected: dict[tuple[int, int], list[Any]]) -> None:
+def test_the_same_seed_gives_the_same_bits(stage: Stage, expected: dict[Place, list[Any]]) -> None:
     whole_step(stage)
-    assert contents(stage) == expected
+    assert contents(stage.tape) == expected
 
 
 @pytest.mark.parametrize(
@@ -165,7 +127,7 @@ def test_the_same_seed_gives_the_same_bits(stage: Stage, expected: dict[tuple[in
     ],
 )
 def test_a_worker_that_died_comes_back_to_the_same_bits(
-    stage: Stage, expected: dict[tuple[int, int], list[Any]], kind: str, num_rows: int, num_spared: int
+    stage: Stage, expected: dict[Place, list[Any]], kind: str, num_rows: int, num_spared: int
 ) -> None:
     stage.begin()
     dying = stage.worker(dies_at=(kind, num_rows), num_spared=num_spared)
@@ -175,8 +137,8 @@ def test_a_worker_that_died_comes_back_to_the_same_bits(
     num_dispatched = len(stage.tape.rows("rollout_dispatched"))
 
     stage.worker()
-    wait_for_ends(stage, PER_STEP)
-    assert contents(stage) == expected
+    wait_for_ends(stage.tape, PER_STEP)
+    assert contents(stage.tape) == expected
     abandoned = {(row["trajectory_id"], row["attempt"]) for row in stage.tape.rows("attempt_abandoned")}
     assert len(abandoned) == num_dispatched - len(kept)
     assert not abandoned & kept
@@ -192,14 +154,14 @@ def test_a_worker_that_comes_back_after_its_step_adds_nothing(stage: Stage) -> N
     stage.begin()
     first = stage.worker()
     stage.trainer.commit(stage.version_0)
-    wait_for_ends(stage, PER_STEP)
+    wait_for_ends(stage.tape, PER_STEP)
     first.worker.stop()
     first.join()
     before = {kind: len(stage.tape.rows(kind)) for kind in RECORDED}
     stage.worker()
     stage.tape.wait_for("the engine to serve again", lambda: len(stage.tape.rows("weights_activated")) == 2)
     stage.trainer.complete(1, version_out=0)
-    wait_for_ends(stage, 2 * PER_STEP)
+    wait_for_ends(stage.tape, 2 * PER_STEP)
     assert stage.tape.rows("attempt_abandoned") == []
     assert all(len(stage.tape.rows(kind)) > before[kind] for kind in ("rollout_ended", "action_sampled"))
     steps = [row["training_step"] for row in stage.tape.rows("rollout_dispatched")]
@@ -208,14 +170,14 @@ def test_a_worker_that_comes_back_after_its_step_adds_nothing(stage: Stage) -> N
 
 def test_batches_of_one_group_each(stage: Stage) -> None:
     whole_step(stage, rows_per_batch=SIZE)
-    assert folded(stage).trajectories.num_rows == PER_STEP
+    assert folded(stage.tape).trajectories.num_rows == PER_STEP
     assert stage.tape.rows("dead_letter") == []
 
 
 class TestEvaluation:
     def finish(self, stage: Stage) -> dict[str, float]:
         stage.trainer.commit(stage.version_0)
-        wait_for_ends(stage, PER_STEP)
+        wait_for_ends(stage.tape, PER_STEP)
         stage.trainer.complete(1, version_out=1, final=True)
         stage.trainer.commit(stage.trainer.publish(1, step=1))
         assert stage.running[-1].join().status == DONE
@@ -246,13 +208,13 @@ class TestEvaluation:
         stage.worker(evaluate_initial=True, environment_options=options)
         stage.trainer.commit(stage.version_0)
         stage.tape.wait_for("an evaluation", lambda: len(stage.tape.rows("evaluation_completed")) == 1)
-        wait_for_ends(stage, PER_STEP + 6)
+        wait_for_ends(stage.tape, PER_STEP + 6)
         [row] = stage.tape.rows("evaluation_completed")
         assert (row["version"], {metric["name"] for metric in row["metrics"]}) == (0, {"exact_match", "num_problems"})
         dispatched = stage.tape.rows("rollout_dispatched")
         assert [(row["purpose"], row["training_step"]) for row in dispatched[:6]] == [("evaluate", 0)] * 6
         stage.trainer.complete(1, version_out=0)
-        wait_for_ends(stage, 2 * PER_STEP + 6)
+        wait_for_ends(stage.tape, 2 * PER_STEP + 6)
         assert len(stage.tape.rows("evaluation_completed")) == 1
 
     def test_after_a_crash_in_the_middle(self, stage: Stage) -> None:
@@ -260,7 +222,7 @@ class TestEvaluation:
         options = {"num_turns": 3, "fail_every": 0}
         dying = stage.worker(evaluate_heldout=True, environment_options=options, dies_at=("evaluation_completed", 0))
         stage.trainer.commit(stage.version_0)
-        wait_for_ends(stage, PER_STEP)
+        wait_for_ends(stage.tape, PER_STEP)
         stage.trainer.complete(1, version_out=1, final=True)
         stage.trainer.commit(stage.trainer.publish(1, step=1))
         assert isinstance(dying.join().error, Killed)
@@ -280,11 +242,11 @@ def test_a_worker_that_runs_ahead_takes_new_weights_between_two_turns(stage: Sta
     stage.trainer.commit(stage.version_0)
     stage.tape.wait_for("the first turn", lambda: len(stage.tape.rows("action_sampled")) >= PER_STEP)
     stage.trainer.commit(stage.trainer.publish(1, step=1))
-    wait_for_ends(stage, 2 * PER_STEP)
-    trajectories = folded(stage).trajectories.to_pylist()
+    wait_for_ends(stage.tape, 2 * PER_STEP)
+    trajectories = folded(stage.tape).trajectories.to_pylist()
     mixed = [row for row in trajectories if (row["min_version"], row["max_version"]) == (0, 1)]
     assert mixed, "the weights came in the middle of a rollout"
     assert all(row["untrainable_reasons"] == [] for row in mixed)
-    for row in folded(stage).segments.to_pylist():
+    for row in folded(stage.tape).segments.to_pylist():
         sampled = [v for v, is_action in zip(row["policy_versions"], row["response_mask"], strict=True) if is_action]
         assert sampled == sorted(sampled)
