@@ -10,13 +10,11 @@ import importlib.resources
 import os
 import re
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from tests.servers.process import ServerError, ServerProcess, free_port, is_open
+from tests.servers.process import Server, ServerError, ServerProcess, free_port, is_open
 
 
-class NoidaDb:
+class NoidaDb(Server):
     """One broker; use it as a context manager."""
 
     name = "noida-db"
@@ -49,24 +47,3 @@ class NoidaDb:
     def _said_ports(self) -> list[str]:
         """The port of each start so far."""
         return re.findall(r"kafka\s+127\.0\.0\.1:(\d+)", self.process.last_words())
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.process.kill()
-
-    def stop(self) -> None:
-        """Graceful end."""
-        self.process.terminate()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.process.kill()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()

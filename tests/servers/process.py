@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 # Ports below those that the system gives to outgoing connections: a client that tries the port of a dead server again
 # and again would otherwise be given that very port some day, and talk to itself.
@@ -187,3 +189,46 @@ class ServerProcess:
             self._process.kill()
             self._process.wait(30)
         _reaper.tell(f"-{self._process.pid}")
+
+
+class Server(ABC):
+    """A server of one process; as a context manager it runs within the context.
+
+    Attributes:
+        process: the process.
+    """
+
+    process: ServerProcess
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it, or start it again on its data; returns once it answers."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.process.kill()
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay, answers do not come."""
+        self.process.pause()
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.process.resume()
+
+    def stop(self) -> None:
+        """Graceful end."""
+        self.process.terminate()
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.process.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()

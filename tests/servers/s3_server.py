@@ -9,10 +9,8 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
-from tests.servers.process import ServerProcess, free_port, is_open
+from tests.servers.process import Server, ServerProcess, free_port, is_open
 
 _ACCESS_KEY = "rolltape"
 _SECRET_KEY = "rolltape-tests-only"
@@ -31,7 +29,7 @@ class Bucket:
     options: Mapping[str, str] = field(repr=False)
 
 
-class S3Server:
+class S3Server(Server):
     """versitygw; use it as a context manager. Its objects lie below ``folder`` and survive a kill.
 
     Args:
@@ -82,35 +80,6 @@ class S3Server:
         """Start it, or start it again on its objects; returns once it answers."""
         self.process.start()
         self.process.wait_until(lambda: is_open(self.port), 30)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        self.process.kill()
-
-    def pause(self) -> None:
-        """SIGSTOP: connections stay, answers do not come."""
-        self.process.pause()
-
-    def resume(self) -> None:
-        """SIGCONT."""
-        self.process.resume()
-
-    def stop(self) -> None:
-        """Graceful end."""
-        self.process.terminate()
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.process.kill()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _has_extended_attributes(folder: Path) -> bool:

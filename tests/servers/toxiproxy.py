@@ -6,10 +6,9 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from tests.servers.process import ServerError, ServerProcess, free_port, is_open
+from tests.servers.process import Server, ServerError, ServerProcess, free_port, is_open
 
 
 class Proxy:
@@ -65,7 +64,7 @@ class Proxy:
         self._server.call("DELETE", f"/proxies/{self.name}")
 
 
-class Toxiproxy:
+class Toxiproxy(Server):
     """The server that holds the proxies; use it as a context manager."""
 
     def __init__(self, program: Path | str, folder: Path) -> None:
@@ -73,6 +72,11 @@ class Toxiproxy:
         self.port = free_port()
         command = [str(program), "-host", "127.0.0.1", "-port", str(self.port)]
         self.process = ServerProcess("toxiproxy", command, folder / "toxiproxy.out")
+
+    def start(self) -> None:
+        """Start it; returns once it answers. It has no proxies then."""
+        self.process.start()
+        self.process.wait_until(lambda: is_open(self.port), 30)
 
     def proxy(self, name: str, upstream: str, listen: str | None = None) -> Proxy:
         """A new way to ``upstream`` (host:port), at ``listen`` or at a free port."""
@@ -95,17 +99,3 @@ class Toxiproxy:
             with error:
                 raise ServerError(f"toxiproxy refused {method} {path} {body}: {error.read().decode()}") from error
         return json.loads(text) if text else None
-
-    def __enter__(self) -> Self:
-        try:
-            self.process.start()
-            self.process.wait_until(lambda: is_open(self.port), 30)
-        except BaseException:
-            self.process.kill()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.process.terminate()
