@@ -18,12 +18,17 @@ def run(options: argparse.Namespace) -> int:
     """Print what was compared; exit 1 if a bit differs."""
     from rolltape.recipes.output import print_rows, say
     from rolltape.recipes.runs import config_of, trainer_job
+    from rolltape.recipes.teachers import scorers_of
     from rolltape.trainers.replay import replay_step
 
     lake = open_lake(options.lake)
     config = config_of(lake, the_run(lake, options.run))
     report = replay_step(
-        lake, trainer_job(config), options.step, on_step=lambda step: say(f"step {step} ran again", step=step)
+        lake,
+        trainer_job(config),
+        options.step,
+        on_step=lambda step: say(f"step {step} ran again", step=step),
+        scorers=scorers_of(config, lake),
     )
     print_rows(report.rows(), title=f"step {report.step}, from the checkpoint of step {report.from_checkpoint}")
     for difference in report.environment_differences:

@@ -17,9 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train until the run's last step."""
     from rolltape.recipes.runs import config_of, open_run_log, trainer_job
+    from rolltape.recipes.teachers import scorers_of
     from rolltape.trainers.loop import run_trainer
 
     lake = open_lake(options.lake, read_only=False)
+    config = config_of(lake, options.run)
     with open_run_log(lake, options.log) as log:
-        run_trainer(lake, log, trainer_job(config_of(lake, options.run)))
+        run_trainer(lake, log, trainer_job(config), scorers=scorers_of(config, lake))
     return 0
