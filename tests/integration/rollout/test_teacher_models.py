@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.teacher_lakes import EndedRun
 
 from rolltape.numerics import models
 from rolltape.numerics.models import ModelSpec, build_model, build_tokenizer, model_parts
@@ -18,8 +19,6 @@ from rolltape.numerics.weights import named_weights, weights_digest
 from rolltape.rollout.teacher_models import Teacher, TeacherRoute, check_routes, load_teacher
 from rolltape.schema.errors import ConfigError, DigestMismatchError, LakeNotFoundError, NotPublishedError
 from rolltape.store.published import find_published
-
-from .teacher_lakes import EndedRun
 
 STUDENT = Vocabulary.of(build_tokenizer("char-64x2"))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.teacher_lakes import ended_run
 
 from rolltape.ingest.embedded import EmbeddedLog
 from rolltape.rollout.teacher_models import SHUFFLED
@@ -19,7 +20,6 @@ from rolltape.store.lake import Lake
 from rolltape.store.location import Location
 from rolltape.store.verify import verify
 
-from .teacher_lakes import ended_run
 from .teacher_stage import Rollouts
 
 GROUPS, SIZE = 12, 4
