@@ -108,7 +108,12 @@ class ShardedRanks(Ranks):
                 f"compute_dtype: expected {self._compute_dtype}, for which the model was sharded, got {dtype}; "
                 "make the ranks with the trainer's compute_dtype"
             )
-        found: Result = self._roots[id(model)](function)
+        root = self._roots[id(model)]
+        found: Result = root(function)
+        if not torch.is_grad_enabled():
+            # What no backward pass gives back would stay gathered, and changes of it would not reach the shards.
+            assert isinstance(root, FSDPModule)
+            root.reshard()
         return found
 
     def add_up(self, *tensors: Tensor) -> None:
