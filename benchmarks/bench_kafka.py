@@ -1,6 +1,8 @@
 """What the pipeline over Kafka costs: ``python -m benchmarks kafka [producer] [pipeline] [freshness]``.
 
-* ``producer``: recorder → spool → brokers' acknowledgement, against a bare kafka-python producer of the same bytes.
+* ``producer``: recorder → spool → brokers' acknowledgement, against a bare kafka-python producer of the same bytes,
+  and against the floor: one thread that does what nobody can leave out who starts from columns, encode each record
+  (Arrow IPC, LZ4) and give it to the bare producer. Also the CPU time of this process, the client's thread included.
 * ``pipeline``: recorder → Kafka → sink → committed in Delta, against the same machine writing the same rows to Delta
   without Kafka, in two ways: through the embedded log (the same recorder, a committer in a process of its own), and as
   ready-made tables by ``Lake.append`` (no recorder, no log at all).
@@ -18,14 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import kafka
 import pyarrow as pa
 from bench_store import GROUP_SIZE, Rollouts, lists, make_rollouts
 from kafka_pipeline import Broker, Pipeline, Process, broker, quantiles, report, sink
+from pyarrow import ipc
 
 from rolltape.ingest import EmbeddedLog, EventLog, Recorder
 from rolltape.ingest.kafka.wire import Outgoing, to_message
@@ -33,6 +36,7 @@ from rolltape.ingest.memory import MemoryLog
 from rolltape.schema.codec import Record, decode
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.identity import uuid7_many
+from rolltape.schema.stream import encode_pruned
 from rolltape.store.lake import Lake
 
 PARTITIONS = 4
@@ -122,6 +126,7 @@ def bench_producer(where: Broker, folder: Path, load: Load, rounds: int) -> None
     """Bytes a second until everything is acknowledged."""
     records = captured(load)
     messages = [(record, to_message(record)) for record in records]
+    columns = [loaded(record) for record in records]
     num_bytes = sum(memoryview(message.value).nbytes for _, message in messages)
     pipeline = Pipeline(where.bootstrap, folder, partitions=PARTITIONS)
     bare = kafka.KafkaProducer(
@@ -131,11 +136,11 @@ def bench_producer(where: Broker, folder: Path, load: Load, rounds: int) -> None
     with pipeline.open() as log, Recorder(log, producer_id="bench", run_id="run") as recorder:
         sides = {
             "bare": lambda: send_bare(bare, topic, messages),
+            "floor": lambda: send_bare(bare, topic, encoded(messages, columns)),
             "recorder": lambda: record_and_flush(load, recorder),
         }
         found = by_turns(sides, rounds)
     bare.close()
-    ratios = found["bare"] / found["recorder"]
     report(
         "producer",
         broker=where.name,
@@ -143,15 +148,34 @@ def bench_producer(where: Broker, folder: Path, load: Load, rounds: int) -> None
         rollouts_a_batch=load.batch,
         num_records=len(records),
         mean_record_bytes=num_bytes // len(records),
-        recorder_mb_s=num_bytes / found["recorder"] / 1e6,
-        bare_mb_s=num_bytes / found["bare"] / 1e6,
-        recorder_mtok_s=load.num_tokens / found["recorder"] / 1e6,
-        ratio=ratios,
+        **{f"{name}_mb_s": num_bytes / turn.wall_s / 1e6 for name, turn in found.items()},
+        recorder_mtok_s=load.num_tokens / found["recorder"].wall_s / 1e6,
+        **{f"{name}_cpu_ns_token": turn.cpu_s / load.num_tokens * 1e9 for name, turn in found.items()},
+        ratio=found["bare"].wall_s / found["recorder"].wall_s,
         asked=0.8,
+        ratio_to_floor=found["floor"].wall_s / found["recorder"].wall_s,
     )
 
 
-def send_bare(producer: Any, topic: str, messages: Sequence[tuple[Record, Outgoing]]) -> None:
+def loaded(record: Record) -> pa.RecordBatch:
+    """The columns of a record in memory of their own, not compressed."""
+    sink = pa.BufferOutputStream()
+    with ipc.open_stream(record.value) as reader, ipc.new_stream(sink, reader.schema) as writer:
+        for batch in reader:
+            writer.write_batch(batch)
+    (batch,) = ipc.open_stream(sink.getvalue())
+    return batch
+
+
+def encoded(
+    messages: Iterable[tuple[Record, Outgoing]], columns: Iterable[pa.RecordBatch]
+) -> Iterator[tuple[Record, Outgoing]]:
+    """The messages with values that are encoded while they are asked for."""
+    for (record, message), batch in zip(messages, columns, strict=True):
+        yield record, message._replace(value=memoryview(encode_pruned(batch)).cast("B"))
+
+
+def send_bare(producer: Any, topic: str, messages: Iterable[tuple[Record, Outgoing]]) -> None:
     """Send the same keys, values and headers, and look at every future."""
     futures = [
         producer.send(topic, value=message.value, key=message.key, headers=message.headers, partition=record.partition)
@@ -167,16 +191,28 @@ def record_and_flush(load: Load, recorder: Recorder) -> None:
     recorder.flush("logged", 300)
 
 
-def by_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median wall seconds of each side, after one round that is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+class Turn(NamedTuple):
+    """Median wall and CPU seconds (of this process) of a round."""
+
+    wall_s: float
+    cpu_s: float
+
+
+def by_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Turn]:
+    """What a round of each side takes, after one round that is not counted."""
+    found: dict[str, list[Turn]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, call in sides.items():
-            started = time.perf_counter()
+            started = Turn(time.perf_counter(), time.process_time())
             call()
+            ended = Turn(time.perf_counter(), time.process_time())
             if number:
-                found[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times) for name, times in found.items() if times}
+                found[name].append(Turn(ended.wall_s - started.wall_s, ended.cpu_s - started.cpu_s))
+    return {
+        name: Turn(statistics.median(turn.wall_s for turn in turns), statistics.median(turn.cpu_s for turn in turns))
+        for name, turns in found.items()
+        if turns
+    }
 
 
 # The whole pipeline against Delta without Kafka
@@ -205,7 +241,7 @@ def bench_pipeline(where: Broker, folder: Path, load: Load, rounds: int) -> None
         }
         by_turns(sides, 0)
         before = archiver.cpu_s, committer.cpu_s
-        found = by_turns(sides, rounds)
+        found = {name: turn.wall_s for name, turn in by_turns(sides, rounds).items()}
         after = archiver.cpu_s, committer.cpu_s
         sink_mib = archiver.resident_mib
     mtok = load.num_tokens * (rounds + 1) / 1e6

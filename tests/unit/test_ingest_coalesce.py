@@ -13,8 +13,9 @@ import pyarrow as pa
 import pytest
 
 from rolltape.ingest.coalesce import HELD_BYTES
+from rolltape.ingest.encoder import MAX_RECORD_BYTES
 from rolltape.ingest.memory import MemoryLog
-from rolltape.ingest.recorder import MAX_RECORD_BYTES, Recorder
+from rolltape.ingest.recorder import Recorder
 from rolltape.ingest.routing import partition_of, spread
 from rolltape.schema.codec import Record, decode
 

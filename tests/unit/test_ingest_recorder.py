@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rolltape.ingest.encoder import MAX_RECORD_BYTES
 from rolltape.ingest.event_index import AttemptCounters, attempts_of
 from rolltape.ingest.memory import MemoryLog, MemoryProducer
-from rolltape.ingest.recorder import MAX_RECORD_BYTES, Recorder
+from rolltape.ingest.recorder import Recorder
 from rolltape.ingest.routing import partition_of
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import (
@@ -182,6 +183,74 @@ def test_each_partition_is_a_lane_of_its_own_and_a_group_meets_one() -> None:
     assert len(parts) > 1
     assert all(sorted(seqs) == list(range(len(seqs))) for seqs in parts.values())
     assert sum(map(len, parts.values())) == 100
+
+
+def test_no_rows_are_no_event() -> None:
+    for num_partitions in (1, 4):
+        log = MemoryLog(num_partitions=num_partitions)
+        with Recorder(log, producer_id="p", run_id="r") as recorder:
+            receipt = recorder.record_batch("rollout_started", {"trajectory_id": [], "attempt": [], "group_id": []})
+            recorder.record("rollout_started", trajectory_id="t", attempt=0)
+        assert (receipt.event_ids, recorder.num_recorded) == ([], 1)
+        assert [row["lane_seq"] for row in rows(log, "rollout_started")] == [0]
+
+
+def large_actions(groups: int = 8, rows_a_group: int = 16) -> dict[str, Any]:
+    """Groups whose rows are mixed: several large records of every partition."""
+    number = groups * rows_a_group
+    ids = [np.full(2_000 + row, row, dtype=np.int32) for row in range(number)]
+    return {
+        "trajectory_id": [f"t{row}" for row in range(number)],
+        "attempt": 0,
+        "group_id": [f"g{row % groups}" for row in range(number)],
+        "token_ids": ids,
+        "rollout_log_probs": [np.zeros(len(one), np.float32) for one in ids],
+    }
+
+
+@pytest.mark.parametrize("num_cpus", [1, 3])
+def test_large_records_keep_their_lanes_whoever_encodes_them(num_cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolltape.ingest.encoder._num_cpus", lambda: num_cpus)
+    log = MemoryLog(num_partitions=3)
+    with Recorder(log, producer_id="p", run_id="r") as recorder:
+        columns = large_actions()
+        recorder.record_batch("action_sampled", columns)
+        receipt = recorder.record_batch("action_sampled", columns)
+        ids_of = dict(zip(columns["trajectory_id"], receipt.event_ids, strict=True))
+    lanes: dict[int, list[dict[str, Any]]] = {}
+    for row in rows(log, "action_sampled"):
+        lanes.setdefault(row["log_partition"], []).append(row)
+    assert len(lanes) == 3
+    for number, lane in lanes.items():
+        assert [row["lane_seq"] for row in lane] == list(range(len(lane)))
+        assert {row["event_index"] for row in lane} == {0, 1}
+        for row in lane:
+            which = int(row["trajectory_id"][1:])
+            assert partition_of(row["group_id"], 3) == number
+            assert row["token_ids"] == [which] * (2_000 + which)
+            assert row["event_index"] == 0 or row["event_id"] == ids_of[row["trajectory_id"]]
+        names = [row["trajectory_id"] for row in lane if row["event_index"] == 0]
+        assert names == sorted(names, key=lambda name: int(name[1:]))
+
+
+def test_what_is_still_encoded_when_the_log_is_behind_is_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolltape.ingest.encoder._num_cpus", lambda: 3)
+    log = MemoryLog(num_partitions=2)
+    recorder = Recorder(log, producer_id="p", run_id="r", max_unacknowledged_bytes=1, backpressure_timeout_s=0.0)
+    recorder.record("rollout_started", trajectory_id="t", attempt=0)
+    log.pause()
+    matrix = np.full((128, 4_000), 7, dtype=np.int32)
+    columns = {"trajectory_id": [f"t{row}" for row in range(128)], "attempt": 0, "group_id": "g", "token_ids": matrix}
+    recorder.record("rollout_started", trajectory_id="t", attempt=0)
+    with pytest.raises(BackpressureTimeout):
+        recorder.record_batch("observation_received", columns)
+    matrix[:] = 9
+    log.resume()
+    recorder.flush()
+    recorder.close()
+    found = rows(log, "observation_received")
+    assert len(found) == 128
+    assert all(set(row["token_ids"]) == {7} for row in found)
 
 
 # Back-pressure and full disks: slow down, never drop.

@@ -16,7 +16,7 @@ import pytest
 from rolltape.ingest.frames import HEAD_BYTES, decode_frame, encode_frame, parse_head
 from rolltape.ingest.locks import FileLock, is_locked
 from rolltape.ingest.spool import SpoolWriter
-from rolltape.ingest.spool_layout import WatchedFolder
+from rolltape.ingest.spool_layout import WatchedFolder, start_writing
 from rolltape.ingest.spool_reader import Place, ProducerReader, end_of_frames
 from rolltape.schema.codec import Headers, Record
 from rolltape.schema.errors import CodecError, ConfigError, ProducerFencedError, StorageFullError
@@ -97,6 +97,19 @@ def test_what_is_appended_is_read_in_order_while_it_grows(tmp_path: Path) -> Non
     writer.append(record(4))
     assert seqs(reader, 8 << 20) == [3, 4]
     writer.close()
+
+
+def test_the_disk_begins_before_anybody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[tuple[int, int]] = []
+    monkeypatch.setattr("rolltape.ingest.spool.start_writing", lambda fd, offset, size: begun.append((offset, size)))
+    writer = SpoolWriter(tmp_path, "p", segment_bytes=8 << 20)
+    for number in range(9):
+        writer.append(record(number, 3 << 19))
+    assert [size >= 4 << 20 for _, size in begun] == [True, True]
+    assert [offset for offset, _ in begun] == [0, 0], "each segment from its beginning"
+    start_writing(-1, 0, 1)
+    writer.close()
+    assert seqs(ProducerReader(writer.producer_folder), 64 << 20) == list(range(9))
 
 
 def test_segments_are_sealed_read_on_and_deleted_once_confirmed(tmp_path: Path) -> None:

@@ -16,14 +16,19 @@ import pyarrow as pa
 
 from rolltape.schema.codec import conform, pruned
 from rolltape.schema.cursor import Partition
+from rolltape.schema.envelope import EXTENSIONS, TOKEN_COLUMNS
 from rolltape.schema.kinds import Kind
+
+_LONG_COLUMNS: Final = (*(spec.name for spec in TOKEN_COLUMNS), EXTENSIONS.name)
+_ROW_BYTES: Final = 300
+"""What the rest of the envelope takes a row: ids, names, stamps."""
 
 HELD_BYTES: Final = 512 << 10
 """A lane that holds so much waits for no more. Together with one more batch it stays below a record's 1 MiB."""
 
 
 class LaneBatch(NamedTuple):
-    """Stamped rows of one kind, next in their lane from ``first_lane_seq`` on.
+    """Stamped rows of one kind, next in their lane from ``first_lane_seq`` on; ``num_bytes`` as :func:`weight` says.
 
     ``rows`` are pruned: of a record's columns they have those with values (:func:`rolltape.schema.stream.pruned`).
     """
@@ -32,6 +37,17 @@ class LaneBatch(NamedTuple):
     partition: Partition
     first_lane_seq: int
     rows: pa.RecordBatch
+    num_bytes: int
+
+
+def weight(spec: Kind, rows: pa.RecordBatch) -> int:
+    """About the bytes that pruned rows take before compression.
+
+    Only the columns whose rows may be long are measured, because asking Arrow takes microseconds a column.
+    """
+    schema = rows.schema
+    found = (schema.get_field_index(name) for name in (*_LONG_COLUMNS, spec.name))
+    return int(_ROW_BYTES * rows.num_rows + sum(rows.column(at).nbytes for at in found if at >= 0))
 
 
 @dataclass(slots=True)
@@ -42,7 +58,8 @@ class _Held:
     num_bytes: int = 0
 
     def joined(self) -> LaneBatch:
-        return self.first._replace(rows=_joined(self.first.spec.name, self.batches))
+        rows = _joined(self.first.spec.name, self.batches)
+        return self.first._replace(rows=rows, num_bytes=self.num_bytes)
 
 
 def _joined(kind: str, batches: list[pa.RecordBatch]) -> pa.RecordBatch:
@@ -70,7 +87,7 @@ class Coalescer:
         """Take a batch, and give back what may be encoded now, in the lane's order."""
         if self.linger_s <= 0:
             return [batch]
-        num_bytes = batch.rows.nbytes
+        num_bytes = batch.num_bytes
         held = self._held.get(batch.partition)
         if held is not None and held.first.spec is batch.spec and num_bytes < HELD_BYTES:
             held.batches.append(batch.rows)

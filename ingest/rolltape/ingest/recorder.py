@@ -10,8 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Final, Self
@@ -19,13 +18,14 @@ from typing import Any, Final, Self
 import numpy as np
 import pyarrow as pa
 
-from rolltape.ingest.coalesce import Coalescer, LaneBatch, own
+from rolltape.ingest.coalesce import Coalescer, LaneBatch, own, weight
+from rolltape.ingest.encoder import Outbox
 from rolltape.ingest.event_index import AttemptCounters, as_list, attempts_of
 from rolltape.ingest.log import EventLog, Level, LogProducer
 from rolltape.ingest.refused import dead_letter_batch, letter_of_refused_row, letter_of_row, microseconds
 from rolltape.ingest.routing import Spread, partition_of, rows_by_partition, spread
 from rolltape.schema.build import RefusedRow, build_batch, rows_of, with_columns
-from rolltape.schema.codec import Record, make_record, pruned, record_of_lane
+from rolltape.schema.codec import make_record, pruned
 from rolltape.schema.convert import is_plain
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import BackpressureTimeout, ConfigError, StorageFullError, ValidationError
@@ -33,7 +33,6 @@ from rolltape.schema.identity import uuid7_many
 from rolltape.schema.kinds import Kind, kind_named
 from rolltape.schema.validate import Limits, validate
 
-MAX_RECORD_BYTES: Final = 1 << 20
 _RETRY_S: Final = 0.005
 _FULL_DISK_RETRY_S: Final = 0.1
 _OURS: Final = frozenset({"kind", "schema_version", "run_id", "run_epoch", "producer_id", "producer_epoch", "lane_seq"})
@@ -88,7 +87,7 @@ class Recorder:
         self._backpressure_timeout_s = backpressure_timeout_s
         self._next_seq: dict[Partition, int] = {}
         self._attempts = AttemptCounters()
-        self._outbox: deque[Record] = deque()
+        self._outbox = Outbox(self._producer.producer_id, self._producer.epoch)
         self._held = Coalescer(log.linger_s)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -155,7 +154,7 @@ class Recorder:
             self._send_outbox()
             prepared = self._prepare(spec, columns, _count_rows(columns, num_rows))
             # Who records often sends the others' batches too, before the thread that waits for them has to.
-            self._queue(self._held.take_older(self._held.linger_s / 2))
+            self._outbox.add(self._held.take_older(self._held.linger_s / 2))
             self._send_outbox()
             if self._held and self._lingers_idly:
                 self._start_waiting()
@@ -182,7 +181,7 @@ class Recorder:
                 stamped.setdefault("last_event_index", indexes)
         lanes = spread(stamped, self._run_id, spec.topic, self._log.num_partitions(spec.topic), num_rows)
         refused: tuple[RefusedRow, ...] = ()
-        if lanes is None or not self._enqueue_sound(spec, stamped, lanes):
+        if lanes is None or not num_rows or not self._enqueue_sound(spec, stamped, lanes):
             refused = self._enqueue_sifted(spec, stamped, num_rows, lanes)
         if spec.indexed:
             indexes = as_list(stamped["event_index"], num_rows)
@@ -205,10 +204,11 @@ class Recorder:
         built = build_batch(spec.name, {**stamped, **self._stamps(), "lane_seq": lane_seq}, len(lane_seq))
         if built.refused or validate(built.batch, self._limits):
             return False
-        batch, start = pruned(built.batch), 0
+        batch, start, ready = pruned(built.batch), 0, []
         for number, rows in lanes.num_rows.items():
-            self._enqueue_lane(spec, Partition(spec.topic, number), batch.slice(start, rows), [])
+            ready += self._numbered(spec, Partition(spec.topic, number), batch.slice(start, rows))
             start += rows
+        self._outbox.add(ready)
         return True
 
     def _enqueue_sifted(
@@ -278,29 +278,21 @@ class Recorder:
         self, spec: Kind, partition: Partition, rows: pa.RecordBatch, letters: list[dict[str, Any]]
     ) -> None:
         """Queue pruned rows that have the lane's next numbers, and the dead letters behind them."""
-        first = self._next_seq.get(partition, 0)
         if rows.num_rows:
-            self._queue(self._held.add(LaneBatch(spec, partition, first, rows)))
+            self._outbox.add(self._numbered(spec, partition, rows))
         if letters:
-            self._queue(self._held.take(partition))
-            record = make_record(self._letter_batch(letters, first + rows.num_rows), partition=partition.partition)
+            self._outbox.add(self._held.take(partition))
+            first = self._next_seq.get(partition, 0)
+            record = make_record(self._letter_batch(letters, first), partition=partition.partition)
             # Beside the events that it stands in for, so that readers of their topic see it in its place.
-            self._outbox.append(replace(record, topic=spec.topic))
-        self._next_seq[partition] = first + rows.num_rows + len(letters)
+            self._outbox.add_record(replace(record, topic=spec.topic))
+            self._next_seq[partition] = first + len(letters)
 
-    def _queue(self, batches: Iterable[LaneBatch]) -> None:
-        """Encode what waits no longer, as records of at most about 1 MiB."""
-        for spec, partition, first, rows in batches:
-            for start, part in split(rows):
-                record = record_of_lane(
-                    spec,
-                    part,
-                    partition=partition.partition,
-                    producer_id=self._producer.producer_id,
-                    producer_epoch=self._producer.epoch,
-                    first_lane_seq=first + start,
-                )
-                self._outbox.append(record)
+    def _numbered(self, spec: Kind, partition: Partition, rows: pa.RecordBatch) -> list[LaneBatch]:
+        """Count pruned rows that have the lane's next numbers; what of the lane is to be encoded now."""
+        first = self._next_seq.get(partition, 0)
+        self._next_seq[partition] = first + rows.num_rows
+        return self._held.add(LaneBatch(spec, partition, first, rows, weight(spec, rows)))
 
     def _letter_batch(self, letters: list[dict[str, Any]], first_seq: int) -> pa.RecordBatch:
         now = time.time_ns() // 1000
@@ -339,7 +331,7 @@ class Recorder:
                     self._lingers_idly = left is None
                     self._changed.wait(left)
                     continue
-                self._queue(self._held.take_older(self._held.linger_s))
+                self._outbox.add(self._held.take_older(self._held.linger_s))
                 try:
                     self._send_outbox()
                 except (BackpressureTimeout, StorageFullError) as error:
@@ -347,17 +339,24 @@ class Recorder:
                     _LOG.warning("what was recorded waits in memory: %s", error)
 
     def _send_outbox(self) -> None:
-        deadline = time.monotonic() + self._backpressure_timeout_s
+        try:
+            self._send_all(time.monotonic() + self._backpressure_timeout_s)
+        except (BackpressureTimeout, StorageFullError):
+            # The caller's arrays are the caller's again.
+            self._outbox.finish_encoding()
+            raise
+
+    def _send_all(self, deadline: float) -> None:
         while self._outbox:
             self._wait_for_room(deadline)
             try:
-                self._producer.send(self._outbox[0])
+                self._producer.send(self._outbox.first)
             except StorageFullError:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_FULL_DISK_RETRY_S)
                 continue
-            self._outbox.popleft()
+            self._outbox.remove_first()
 
     def _wait_for_room(self, deadline: float) -> None:
         while self._producer.unacknowledged_bytes >= self._max_unacknowledged_bytes:
@@ -380,7 +379,7 @@ class Recorder:
             BackpressureTimeout, StorageFullError: what waits in memory found no room.
         """
         with self._lock:
-            self._queue(self._held.take_all())
+            self._outbox.add(self._held.take_all())
             self._send_outbox()
         self._producer.flush(level, timeout_s)
 
@@ -398,9 +397,10 @@ class Recorder:
             self._closed = True
             self._changed.notify_all()
             try:
-                self._queue(self._held.take_all())
+                self._outbox.add(self._held.take_all())
                 self._send_outbox()
             finally:
+                self._outbox.close()
                 self._producer.close()
         if self._lingerer is not None:
             self._lingerer.join()
@@ -412,14 +412,6 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-def split(batch: pa.RecordBatch, start: int = 0) -> list[tuple[int, pa.RecordBatch]]:
-    """Parts of at most about 1 MiB before compression, of at least one row each, with the row that each starts at."""
-    if batch.num_rows < 2 or batch.nbytes <= MAX_RECORD_BYTES:
-        return [(start, batch)]
-    half = batch.num_rows // 2
-    return split(batch.slice(0, half), start) + split(batch.slice(half), start + half)
 
 
 def _count_rows(columns: Mapping[str, Any], num_rows: int | None) -> int:

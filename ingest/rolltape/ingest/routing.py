@@ -56,9 +56,9 @@ def spread(columns: Mapping[str, Any], run_id: str, topic: str, num_partitions: 
     if len(set(of_key.values())) == 1:
         return Spread({next(iter(of_key.values())): num_rows}, None)
     numbers = np.fromiter(map(of_key.__getitem__, keys), np.int64, num_rows)
-    found, counts = np.unique(numbers, return_counts=True)
+    counts = np.bincount(numbers)
     order = None if (numbers[1:] >= numbers[:-1]).all() else np.argsort(numbers, kind="stable")
-    return Spread(dict(zip(found.tolist(), counts.tolist(), strict=True)), order)
+    return Spread({number: int(counts[number]) for number in sorted(set(of_key.values()))}, order)
 
 
 def _keys(columns: Mapping[str, Any], num_rows: int) -> list[str | None] | None:

@@ -26,6 +26,7 @@ from rolltape.ingest.spool_layout import (
     segment_name,
     segments_of,
     spool_error,
+    start_writing,
     sync_folder,
 )
 from rolltape.ingest.spool_reader import end_of_frames
@@ -33,6 +34,8 @@ from rolltape.schema.codec import Record
 from rolltape.schema.errors import ProducerFencedError
 
 SEGMENT_BYTES: Final = 32 << 20
+_WRITE_BYTES: Final = 4 << 20
+"""So much is handed to the disk at once, before anybody waits for it: a full segment is sealed in a moment."""
 _sync_data = getattr(os, "fdatasync", os.fsync)
 
 
@@ -129,7 +132,7 @@ class SpoolWriter:
         sync_folder(self._folder)
         if self._fd is not None:
             os.close(self._fd)
-        self._fd, self._path, self._length = fd, path, 0
+        self._fd, self._path, self._length, self._started = fd, path, 0, 0
         self._segment += 1
 
     @property
@@ -172,6 +175,9 @@ class SpoolWriter:
             appended = Appended(self._segment, self._length, size)
             self._length += size
             self._appended_bytes += size
+            if self._length - self._started >= _WRITE_BYTES:
+                start_writing(fd, self._started, self._length - self._started)
+                self._started = self._length
         return appended
 
     def _write(self, fd: int, buffers: list[memoryview | bytes], size: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -31,6 +32,10 @@ class EventRange(NamedTuple):
     attempt: int
     first: int
     last: int
+
+
+# As EventRange._make, at half the price: a record names a hundred of them.
+_MAKE_RANGE: Final = partial(tuple.__new__, EventRange)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +185,7 @@ def event_ranges(batch: pa.RecordBatch) -> tuple[EventRange, ...]:
         not any(column.null_count for column in columns)
         and len(set(zip(trajectory_ids, attempts, strict=True))) == batch.num_rows
     ):
-        return tuple(map(EventRange, trajectory_ids, attempts, numbers, numbers))
+        return tuple(map(_MAKE_RANGE, zip(trajectory_ids, attempts, numbers, numbers, strict=True)))
     indexes: dict[tuple[str, int], list[int]] = {}
     for trajectory_id, attempt, event_index in zip(trajectory_ids, attempts, numbers, strict=True):
         if trajectory_id is not None and attempt is not None and event_index is not None:

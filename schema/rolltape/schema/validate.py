@@ -34,7 +34,7 @@ from rolltape.schema.stream import kind_of, parse_version
 
 __all__ = ["Limits", "Refusal", "validate"]
 
-_FEW_ROWS: Final = 256
+_FEW_ROWS: Final = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
