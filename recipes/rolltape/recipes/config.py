@@ -20,6 +20,7 @@ from rolltape.trainers.config import TrainerConfig, of_older_release
 
 T = TypeVar("T")
 
+_SMALLEST_GROUP = 2
 _SECRET_WORDS = ("secret", "password", "passwd", "api_key", "apikey", "access_key", "credential", "auth_token")
 
 
@@ -107,6 +108,17 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_teachers(self)
+        rollout, trainer = self.rollout, self.trainer
+        if trainer.uses_groups and rollout.group_size < _SMALLEST_GROUP:
+            raise ConfigError(
+                f"rollout.group_size: expected 2 or more with algorithm {trainer.algorithm}, which compares members of "
+                f"a group, got {rollout.group_size}"
+            )
+        if trainer.uses_ratio and (rollout.top_p < 1 or rollout.top_k > 0):
+            raise ConfigError(
+                f"rollout.top_p, rollout.top_k: expected 1.0 and 0 with algorithm {trainer.algorithm}, whose ratio "
+                f"compares log-probs over the whole vocabulary, got {rollout.top_p} and {rollout.top_k}"
+            )
 
     def to_json(self) -> str:
         """Canonical JSON with secrets redacted, as ``run_started`` stores it."""

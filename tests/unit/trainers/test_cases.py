@@ -140,6 +140,17 @@ def test_case_d7_a_ratio_over_an_unknown_support_is_refused(tape: Tape, group: G
     assert dropped(tape) == {name: "unknown_support"}
 
 
+def test_case_d7_a_stored_support_is_refused_where_a_ratio_is_asked_and_only_there(tape: Tape, group: Group) -> None:
+    """Its log-probs are over what was kept, the trainer's over all: the ratio would carry the kept mass."""
+    kept: dict[str, Any] = {"support_token_ids": [[5, 6, 7, 6]], "support_offsets": [[0, 2, 4]]}
+    name = group.add("a", 1, sampling=[{**SAMPLING, "top_p": 0.8}], **kept)
+    raw = group.add("b", 1, sampling=[{**SAMPLING, "top_p": 0.8, "logprobs_mode": "raw_logprobs"}])
+    assert dropped(tape) == {name: "limited_support"}, raw
+    divergence = BatchRules.of(TrainerConfig(algorithm="mopd", opd_form="full"))
+    assert not divergence.needs_ratio
+    assert dropped(tape, BatchRules(uses_groups=False, needs_ratio=False)) == {}
+
+
 def test_case_d8_a_null_or_nan_log_prob_costs_that_token_and_nothing_else(tape: Tape, group: Group) -> None:
     group.add("g", 2, tokens=(5, 6, 7, 8), log_probs=[-0.1, None, math.nan, -0.2])
     group.add("g", 2, tokens=(5, 6, 7, 8), reward=0.0)

@@ -88,6 +88,24 @@ def test_which_summaries_are_trained_is_an_option(
     assert after.tolist() == list(range(len(tokens) - 1, -1, -1)), "N_after counts what is trained, and nothing else"
 
 
+def test_a_summary_that_was_cut_off_and_ended_the_rollout_is_trained_and_flagged(tape: Tape) -> None:
+    """§5. No rewrite accepted it, and none rejected it: it is the rollout's last action, and earned its reward."""
+    writer = AttemptWriter(tape, "t")
+    writer.start([1])
+    writer.act([20])
+    call = [1, 20, 9]
+    writer.rewrite(call, reason="summary_call")
+    writer.act([70], action_kind="summary")
+    writer.rewrite(call, reason="summary_call")
+    writer.act([80, 81], action_kind="summary", finish_reason="length", truncated=True)
+    writer.end("truncated", cause="context_overflow")
+    writer.reward(0.0)
+    batch = packed(tape)
+    assert trained(batch) == [20, 80, 81]
+    assert batch.is_summary.tolist() == [False, True]
+    assert batch.is_truncated.tolist() == [True]
+
+
 def test_a_segment_whose_tokens_are_all_masked_is_no_row(tape: Tape) -> None:
     """An erroneous span that is a whole segment leaves neither a row nor a gap in the numbers."""
     writer = AttemptWriter(tape, "t")

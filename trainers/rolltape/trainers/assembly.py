@@ -23,7 +23,7 @@ from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.groups import complete_groups
 from rolltape.trainers.members import GRPO_RULES, TRUNCATED, Dropped, Member, dense_groups
 from rolltape.trainers.score_book import ScoreBook
-from rolltape.trainers.segments import Attempt, TrainedSegments, lacking_segments
+from rolltape.trainers.segments import Attempt, TrainedSegments, lacking_segments, limited_supports
 from rolltape.trainers.staleness import version_refusal
 
 # Where the tape gives no ordinal (imports): behind all that have one.
@@ -143,7 +143,9 @@ def plan_batch(
     rows = [row for row in folded.trajectories.select(_CANDIDATE).to_pylist() if row["is_current"]]
     rows.sort(key=lambda r: (_last(r["group_ordinal"]), r["group_id"] or "", _last(r["member"]), r["trajectory_id"]))
     why = [refusal(row, versions, rules) for row in rows]
-    _refuse_lacking(folded, rows, why)
+    _refuse_among(rows, why, lacking_segments(folded), reasons.SEGMENT_MISSING)
+    if rules.needs_ratio:
+        _refuse_among(rows, why, limited_supports(folded), reasons.LIMITED_SUPPORT)
     awaiting = _refuse_unscored(folded, rows, why, rules, book)
     dropped = [_dropped(row, reason) for row, reason in zip(rows, why, strict=True) if reason is not None]
     valid = [index for index, reason in enumerate(why) if reason is None]
@@ -153,12 +155,13 @@ def plan_batch(
     return BatchPlan(members=members, dropped=tuple(dropped), awaiting=awaiting)
 
 
-def _refuse_lacking(folded: Fold, rows: Sequence[dict[str, Any]], why: list[str | None]) -> None:
-    """Refuse rollouts that lack a segment; ``why`` holds each row's reason so far, and gets them."""
-    lacking = lacking_segments(folded)
-    for index, row in enumerate(rows if lacking else ()):
-        if why[index] is None and _key(row) in lacking:
-            why[index] = reasons.SEGMENT_MISSING
+def _refuse_among(
+    rows: Sequence[dict[str, Any]], why: list[str | None], attempts: Collection[Attempt], reason: str
+) -> None:
+    """Refuse some attempts; ``why`` holds each row's reason so far, and gets this one where it has none."""
+    for index, row in enumerate(rows if attempts else ()):
+        if why[index] is None and _key(row) in attempts:
+            why[index] = reason
 
 
 def _refuse_unscored(

@@ -21,6 +21,7 @@ class BatchRules:
             and a rollout that may not be trained is dropped alone.
         pad_rule: which incomplete groups are filled up.
         drops_zero_std: groups whose rewards are all equal are left out.
+        needs_ratio: the loss compares the trainer's log-probs with the rollout's.
         needs_reward: a rollout without a reward of the whole attempt is refused.
         takes_token_rewards: rewards of single tokens alone make a rollout a judged one.
         truncated: what becomes of rollouts cut off by length: kept, without tokens to train, or with reward 0.
@@ -35,6 +36,7 @@ class BatchRules:
     uses_groups: bool = True
     pad_rule: PadRule = "gt_half"
     drops_zero_std: bool = False
+    needs_ratio: bool = True
     needs_reward: bool = True
     takes_token_rewards: bool = False
     truncated: Literal["keep", "mask", "zero_reward"] = "keep"
@@ -54,6 +56,7 @@ class BatchRules:
             pad_rule=config.pad_rule,
             # A distilled token teaches whatever its group's rewards are.
             drops_zero_std=config.zero_std_groups == "drop" and config.uses_groups and not config.is_distillation,
+            needs_ratio=config.uses_ratio,
             needs_reward=config.uses_rewards,
             takes_token_rewards=config.uses_token_rewards,
             truncated=config.truncated,

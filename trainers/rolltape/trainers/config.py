@@ -165,6 +165,11 @@ class TrainerConfig:
         return self.algorithm in {"grpo", "dis"} or (self.is_distillation and self.task_coef > 0)
 
     @property
+    def uses_ratio(self) -> bool:
+        """Whether the loss compares the trainer's log-probs with the rollout's; divergences from a teacher do not."""
+        return not (self.is_distillation and self.opd_form in {"full", "top_k"})
+
+    @property
     def uses_rewards(self) -> bool:
         """Whether a reward changes what is learnt."""
         return not self.is_distillation or self.task_coef > 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow.compute as pc
 import torch
 
 from rolltape.schema.fold import Fold
@@ -42,7 +43,10 @@ class TrainedSegments:
         segments = folded.segments
         flat = FlatSegments.of(segments)
         is_summary = np.asarray(segments["segment_kind"].to_numpy() == SUMMARY, np.bool_)
-        is_rejected = np.asarray(segments["is_accepted"].fill_null(True).to_numpy() == False, np.bool_)  # noqa: E712
+        numbers = np.asarray(segments["segment_index"], np.int32)
+        is_last = np.append(numbers[1:] <= numbers[:-1], np.ones(min(1, len(numbers)), np.bool_))
+        # A rollout may end in a summary, as one that was cut off does: nothing rejected it, it is the last action.
+        is_rejected = ~np.asarray(segments["is_accepted"].fill_null(True), np.bool_) & ~is_last
         trained = flat.has_action()
         if not rules.train_summary:
             trained &= ~is_summary
@@ -55,7 +59,7 @@ class TrainedSegments:
         keys = zip(taken["trajectory_id"].to_pylist(), taken["attempt"].to_pylist(), strict=True)
         for row, key in zip(chosen.tolist(), keys, strict=True):
             found.setdefault(key, []).append(row)
-        return cls(flat=flat, rows=found, numbers=segments["segment_index"].to_numpy(), is_summary=is_summary)
+        return cls(flat=flat, rows=found, numbers=numbers, is_summary=is_summary)
 
     def of_attempt(self, key: Attempt) -> Sequence[int]:
         """Rows of an attempt; none for one that has nothing to train."""
@@ -95,6 +99,24 @@ def lacking_segments(folded: Fold) -> set[Attempt]:
     owner = torch.tensor([number[key] for key in owners], dtype=torch.int64)
     complete = complete_rollouts(owner, torch.from_numpy(index), torch.from_numpy(expected))
     return {keys[row] for row in torch.nonzero(~complete).flatten().tolist()}
+
+
+def limited_supports(folded: Fold) -> set[Attempt]:
+    """Attempts whose log-probs are over a part of the vocabulary: processed, with top-p, top-k or min-p active."""
+    segments = folded.segments
+    sampling = segments["sampling_config"].combine_chunks()
+    cut = pc.or_kleene(
+        pc.less(pc.struct_field(sampling, "top_p"), 1.0),
+        pc.or_kleene(
+            pc.greater(pc.struct_field(sampling, "top_k"), 0), pc.greater(pc.struct_field(sampling, "min_p"), 0.0)
+        ),
+    )
+    processed = pc.not_equal(pc.struct_field(sampling, "logprobs_mode"), "raw_logprobs")
+    limited = pc.and_kleene(cut, processed).fill_null(False)
+    if not pc.any(limited).as_py():
+        return set()
+    taken = segments.filter(limited)
+    return set(zip(taken["trajectory_id"].to_pylist(), taken["attempt"].to_pylist(), strict=True))
 
 
 def token_reward_rows(folded: Fold, index: Mapping[Attempt, int]) -> dict[Attempt, list[dict[str, Any]]]:
