@@ -13,7 +13,7 @@ from rolltape.ingest.conflicts import ConflictWindow
 from rolltape.ingest.losses import AcceptedLoss, accepted_losses
 from rolltape.ingest.parking import Offered
 from rolltape.ingest.refused import dead_letter_batch, letter_of_row, letters_of_record, reason_of
-from rolltape.ingest.stamping import Place, check_lane, joined, place, stamp
+from rolltape.ingest.stamping import Place, by_partition, check_lane, joined, place, stamp
 from rolltape.ingest.standing import Standing
 from rolltape.ingest.together import REFUSED_ERRORS, Waiting, decode_together
 from rolltape.schema import reasons
@@ -68,10 +68,11 @@ class Staging:
         return self._num_bytes + self._num_waiting_bytes
 
     def tables(self) -> dict[str, pa.Table]:
-        """The staged rows by kind, each partition's in the order of its offsets."""
-        tables = {
-            kind: stamp(pa.Table.from_batches(batches), self._places[kind]) for kind, batches in self._batches.items()
-        }
+        """The staged rows by kind, each partition's in one piece and in the order of its offsets."""
+        tables = {}
+        for kind, batches in self._batches.items():
+            pieces, places = by_partition(batches, self._places[kind])
+            tables[kind] = stamp(pa.Table.from_batches(pieces), places)
         if self._letters:
             batches = [dead_letter_batch(self._letters[partition]) for partition in sorted(self._letters)]
             tables["dead_letter"] = joined("dead_letter", tables.get("dead_letter"), batches)

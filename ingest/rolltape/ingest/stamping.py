@@ -38,6 +38,36 @@ def stamp(table: pa.Table, places: Sequence[Place]) -> pa.Table:
     return table
 
 
+def by_partition(
+    batches: Sequence[pa.RecordBatch], places: Sequence[Place]
+) -> tuple[list[pa.RecordBatch], list[Place]]:
+    """The rows of each partition in one piece and in their order, without a copy: files of them merge in one pass."""
+    partitions = [item.partition for item in places]
+    if partitions == sorted(partitions):
+        return list(batches), list(places)
+    order = sorted(range(len(places)), key=partitions.__getitem__)
+    ends = np.cumsum([item.num_rows for item in places])
+    batch_ends = np.cumsum([batch.num_rows for batch in batches])
+    batch_of: list[int] = np.searchsorted(batch_ends, ends).tolist()
+    found = []
+    for run in _consecutive(order, batch_of):
+        batch = batches[batch_of[run[0]]]
+        start = int(ends[run[0]] - batch_ends[batch_of[run[0]]]) - places[run[0]].num_rows + batch.num_rows
+        found.append(batch.slice(start, sum(places[number].num_rows for number in run)))
+    return found, [places[number] for number in order]
+
+
+def _consecutive(order: Sequence[int], batch_of: Sequence[int]) -> list[list[int]]:
+    """The numbers in their order, as runs that lie one after the other in one batch."""
+    runs: list[list[int]] = []
+    for number in order:
+        if runs and runs[-1][-1] == number - 1 and batch_of[number - 1] == batch_of[number]:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
 def _repeated(texts: Sequence[str], codes: Sequence[int], lengths: Sequence[int]) -> pa.Array:
     """A text column: for each record the text of its code, as often as it has rows."""
     indices = pa.array(np.repeat(np.array(codes, np.int32), lengths))

@@ -212,6 +212,25 @@ class Location:
         with store_errors(self):
             _write(self.path, data, durable=False)
 
+    @contextlib.contextmanager
+    def writing_unique(self) -> Iterator[pa.NativeFile]:
+        """As :meth:`write_unique`, piece by piece; nothing is left behind where the block raises.
+
+        For an object store the bytes gather in memory and are sent at the end.
+        """
+        if self.bucket is not None:
+            gathered = pa.BufferOutputStream()
+            yield gathered
+            self.bucket.put(self.key, gathered.getvalue())
+            return
+        try:
+            with store_errors(self), pa.OSFile(self.path, "wb") as file:
+                yield file
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
+            raise
+
     def write_if_absent(self, data: Any, before: Callable[[], object] | None = None) -> bool:
         """Create the file with all its bytes, durably, unless the name is taken; tells whether it did.
 

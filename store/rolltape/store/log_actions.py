@@ -57,20 +57,44 @@ def commit_name(version: int) -> str:
 # Statistics
 
 
+class FileBounds:
+    """A data file's statistics, gathered from the tables that are written to it one after the other."""
+
+    def __init__(self) -> None:
+        """Of no rows yet."""
+        self.num_rows = 0
+        self._least: dict[str, Any] = {}
+        self._most: dict[str, Any] = {}
+        self._nulls = dict.fromkeys(STATISTICS_COLUMNS, 0)
+
+    def add(self, table: pa.Table) -> None:
+        """Count the rows of a table."""
+        self.num_rows += table.num_rows
+        for name in STATISTICS_COLUMNS:
+            column = table[name] if name in table.column_names else None
+            self._nulls[name] += table.num_rows if column is None else column.null_count
+            if column is not None and column.null_count < table.num_rows:
+                bounds = pc.min_max(column).as_py()
+                self._least[name] = min(bounds["min"], self._least.get(name, bounds["min"]))
+                self._most[name] = max(bounds["max"], self._most.get(name, bounds["max"]))
+
+    def describe(self, path: str, size_bytes: int, kind: str) -> NewFile:
+        """The data file's bounds and statistics."""
+        stats = {
+            "numRecords": self.num_rows,
+            "minValues": self._least,
+            "maxValues": self._most,
+            "nullCount": self._nulls,
+        }
+        file = _data_file(path, size_bytes, stats, kind)
+        return NewFile(file=file, stats=json.dumps(stats, separators=(",", ":")))
+
+
 def describe_file(path: str, size_bytes: int, kind: str, table: pa.Table) -> NewFile:
     """The data file's bounds and statistics, taken from the rows that were written to it."""
-    least: dict[str, Any] = {}
-    most: dict[str, Any] = {}
-    nulls: dict[str, int] = {}
-    for name in STATISTICS_COLUMNS:
-        column = table[name] if name in table.column_names else None
-        nulls[name] = table.num_rows if column is None else column.null_count
-        if column is not None and column.null_count < table.num_rows:
-            bounds = pc.min_max(column).as_py()
-            least[name], most[name] = bounds["min"], bounds["max"]
-    stats = {"numRecords": table.num_rows, "minValues": least, "maxValues": most, "nullCount": nulls}
-    file = _data_file(path, size_bytes, stats, kind)
-    return NewFile(file=file, stats=json.dumps(stats, separators=(",", ":")))
+    bounds = FileBounds()
+    bounds.add(table)
+    return bounds.describe(path, size_bytes, kind)
 
 
 def _data_file(path: str, size_bytes: int, stats: Mapping[str, Any], kind: str | None = None) -> DataFile:

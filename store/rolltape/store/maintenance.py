@@ -17,16 +17,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-import numpy as np
 import pyarrow as pa
 
 from rolltape.schema.errors import CommitterFencedError, StoreError
 from rolltape.schema.render import arrow_schema
-from rolltape.store import parquet
+from rolltape.store import merging, parquet
 from rolltape.store.beside import beside
 from rolltape.store.lake import Lake
-from rolltape.store.log_actions import Actions, NewFile, commit_name
-from rolltape.store.row_filter import rows_at
+from rolltape.store.log_actions import Actions, commit_name
 from rolltape.store.snapshot import MAINTENANCE_TRANSACTION, VACUUM_TRANSACTION, DataFile, Snapshot
 from rolltape.store.transaction_log import SAFE_LOG_AGE_S
 
@@ -178,7 +176,7 @@ def _replace(lake: Lake, snapshot: Snapshot, runs: Sequence[Sequence[DataFile]])
         return Actions(
             operation="OPTIMIZE",
             removed=removed,
-            added=[_merge(lake, run) for run in known],
+            added=[merging.merge_files(lake, run) for run in known],
             transactions={MAINTENANCE_TRANSACTION: number + 1},
             data_change=False,
         )
@@ -191,37 +189,6 @@ def _replace(lake: Lake, snapshot: Snapshot, runs: Sequence[Sequence[DataFile]])
 
 def _paths(snapshot: Snapshot) -> set[str]:
     return {file.path for file in snapshot.files}
-
-
-def _merge(lake: Lake, run: Sequence[DataFile]) -> NewFile:
-    kind = run[0].kind
-    table = in_log_order(_rows(lake, run, kind))
-    expected = sum(file.num_rows for file in run)
-    if table.num_rows != expected:
-        raise StoreError(
-            f"expected {expected} rows of {kind} in {len(run)} data files, read {table.num_rows}; nothing was changed"
-        )
-    return lake.write_files({kind: table})[0]
-
-
-def _rows(lake: Lake, run: Sequence[DataFile], kind: str) -> pa.Table:
-    """Rows of the files, from memory where this handle wrote them lately."""
-    kept = {file.path: lake.recent.take(file.path, kind) for file in run}
-    rest = [file for file in run if kept[file.path] is None]
-    tables = [table for table in kept.values() if table is not None]
-    return pa.concat_tables([lake.read_files(rest, kind), *tables])
-
-
-def in_log_order(table: pa.Table) -> pa.Table:
-    """Rows by (topic, partition, offset); rows of one record keep their order."""
-    if len(table["log_topic"].unique()) <= 1 and len(table["log_partition"].unique()) <= 1:
-        offsets = table["log_offset"].to_numpy()
-        if len(offsets) < 2 or bool((offsets[1:] >= offsets[:-1]).all()):
-            return table
-    keys = table.select(["log_topic", "log_partition", "log_offset"])
-    keys = keys.append_column("row", pa.array(np.arange(table.num_rows)))
-    order = keys.sort_by([(name, "ascending") for name in keys.column_names])["row"]
-    return rows_at(table, order.to_numpy())
 
 
 def _is_known(lake: Lake, data_file: DataFile) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -180,18 +180,46 @@ def encode_file(kind: str, table: pa.Table) -> pa.Buffer:
     """The bytes of one data file that holds ``table``, all of one kind."""
     table = drop_null_columns(table)
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(
-        sink,
-        table.schema,
-        write_statistics=list(STATISTICS),
-        store_schema=False,
-        **_writer_options(kind, table),
-    ) as writer:
-        start = 0
-        for end in row_group_ends(kind, table):
-            writer.write_table(table.slice(start, end - start), row_group_size=max(end - start, 1))
-            start = end
+    with open_writer(sink, table.schema, _writer_options(kind, table)) as writer:
+        write_groups(writer, kind, table)
     return sink.getvalue()
+
+
+def open_writer(sink: pa.NativeFile, schema: pa.Schema, options: Mapping[str, Any]) -> pq.ParquetWriter:
+    """A writer of one data file; ``options`` as :func:`merged_options` gives them."""
+    return pq.ParquetWriter(sink, schema, write_statistics=list(STATISTICS), store_schema=False, **options)
+
+
+def write_groups(writer: pq.ParquetWriter, kind: str, table: pa.Table) -> None:
+    """Write the rows of ``table`` as row groups of their own."""
+    start = 0
+    for end in row_group_ends(kind, table):
+        writer.write_table(table.slice(start, end - start), row_group_size=max(end - start, 1))
+        start = end
+
+
+def merged_options(kind: str, footers: Sequence[pq.FileMetaData]) -> dict[str, Any]:
+    """How the columns of a file that holds the rows of several files are encoded and compressed.
+
+    Floats are split only where they are in all of these files (see :func:`_is_full`), and a column that none of them
+    compresses holds nothing. All row groups of a file are written alike.
+    """
+    split: dict[str, bool] = {}
+    filled: set[str] = set()
+    for group in (footer.row_group(0) for footer in footers if footer.num_row_groups):
+        for column in (group.column(number) for number in range(group.num_columns)):
+            path = column.path_in_schema
+            split[path] = split.get(path, True) and "BYTE_STREAM_SPLIT" in column.encodings
+            if column.compression != "UNCOMPRESSED":
+                filled.add(path)
+    leaves = _leaves_of(kind)
+    nulls = tuple(leaf.path for leaf in leaves if leaf.path not in filled)
+    return _options(kind, nulls, tuple(leaf.path for leaf in leaves if leaf.is_split and split.get(leaf.path)), False)
+
+
+def schema_of(kind: str, names: Collection[str]) -> pa.Schema:
+    """The schema of a kind, of those columns alone that are named."""
+    return pa.schema([field for field in arrow_schema(kind) if field.name in names])
 
 
 MAX_FOOTER_BYTES: Final = 4 << 20

@@ -49,6 +49,12 @@ class RecentTables:
         with self._lock:
             return path in self._kept
 
+    def discard(self, path: str) -> None:
+        """Forget what was written to ``path``."""
+        with self._lock:
+            buffer = self._kept.pop(path, None)
+            self._num_bytes -= 0 if buffer is None else buffer.size
+
     def take(self, path: str, kind: str) -> pa.Table | None:
         """The table of ``kind`` that was written to ``path``, once; None if it is not kept."""
         with self._lock:
