@@ -25,8 +25,10 @@ class EndedRun:
         self.recorder = Recorder(self._log, producer_id=f"trainer-{run_id}", run_id=run_id)
         self.recorder.record("run_started", purpose="train", seed=0, model_name=self._model.name)
 
-    def publish(self, version: int, seed: int, *, step: int | None = None, **changes: Any) -> str:
-        """Publish weights made from a seed; gives their digest."""
+    def publish(
+        self, version: int, seed: int, *, step: int | None = None, sharpness: float = 1.0, **changes: Any
+    ) -> str:
+        """Publish weights made from a seed, logits times ``sharpness``; gives their digest."""
         epoch = self.recorder.run_epoch
         path = f"weights/{self.run_id}/{epoch:04d}-{version:08d}"
         manifest = save_shards(
@@ -61,11 +63,11 @@ class EndedRun:
         self._log.close()
 
 
-def ended_run(folder: Path, run_id: str, seed: int) -> str:
+def ended_run(folder: Path, run_id: str, seed: int, *, sharpness: float = 1.0) -> str:
     """A lake of a run with a first version and a final one made from ``seed``; gives the lake's URL."""
     run = EndedRun(folder, run_id)
     run.publish(0, 1)
-    run.publish(1, seed)
+    run.publish(1, seed, sharpness=sharpness)
     run.complete(1)
     run.close()
     return run.url
