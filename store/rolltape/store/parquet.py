@@ -9,7 +9,7 @@ neighbours.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
@@ -204,17 +204,18 @@ def merged_options(kind: str, footers: Sequence[pq.FileMetaData]) -> dict[str, A
     Floats are split only where they are in all of these files (see :func:`_is_full`), and a column that none of them
     compresses holds nothing. All row groups of a file are written alike.
     """
-    split: dict[str, bool] = {}
+    split: Counter[str] = Counter()
     filled: set[str] = set()
-    for group in (footer.row_group(0) for footer in footers if footer.num_row_groups):
+    groups = [footer.row_group(0) for footer in footers if footer.num_row_groups]
+    for group in groups:
         for column in (group.column(number) for number in range(group.num_columns)):
             path = column.path_in_schema
-            split[path] = split.get(path, True) and "BYTE_STREAM_SPLIT" in column.encodings
+            split[path] += "BYTE_STREAM_SPLIT" in column.encodings
             if column.compression != "UNCOMPRESSED":
                 filled.add(path)
     leaves = _leaves_of(kind)
     nulls = tuple(leaf.path for leaf in leaves if leaf.path not in filled)
-    return _options(kind, nulls, tuple(leaf.path for leaf in leaves if leaf.is_split and split.get(leaf.path)), False)
+    return _options(kind, nulls, tuple(leaf.path for leaf in leaves if split[leaf.path] == len(groups)), False)
 
 
 def schema_of(kind: str, names: Collection[str]) -> pa.Schema:
