@@ -373,3 +373,14 @@ def test_indexes_go_on_after_an_end_and_are_bounded() -> None:
     assert counters.preview(again) == counters.preview(again) == [1, 2, 1]
     counters.advance(again, [1, 2, 1], ended=True)
     assert counters.preview(again) == [3, 4, 2]
+
+
+def test_given_indexes_never_lower_the_next_one() -> None:
+    counters = AttemptCounters()
+    rows = attempts_of({"trajectory_id": ["a", "b"], "attempt": 0}, 2)
+    counters.advance_to(rows, [7, "x"], ended=False)
+    counters.advance_to(rows, [3, 2**31], ended=False)
+    assert counters.preview(rows) == [8, 0]
+    counters.advance(rows, [8, 0], ended=True)
+    counters.advance(rows, [9, 1], ended=False)
+    assert counters.preview(rows) == [10, 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -47,21 +47,40 @@ class AttemptCounters:
 
     def preview(self, attempts: Sequence[Attempt]) -> list[int]:
         """The next indexes of rows of these attempts. Nothing is counted yet."""
-        known, ended = self._next, self._ended
+        if len(set(attempts)) == len(attempts):
+            return [self._ended.get(attempt, 0) if index is None else index for attempt, index in self._known(attempts)]
         taken: dict[Attempt, int] = {}
         indexes = []
         for attempt in attempts:
             index = taken.get(attempt)
             if index is None:
-                index = known.get(attempt)
-                if index is None:
-                    index = ended.get(attempt, 0)
+                index = self._next.get(attempt, self._ended.get(attempt, 0))
             taken[attempt] = index + 1
             indexes.append(index)
         return indexes
 
-    def advance(self, attempts: Sequence[Attempt], indexes: Sequence[Any], *, ended: bool) -> None:
-        """Count rows of ``attempts`` that took ``indexes``; ``ended`` says that they were the attempts' last."""
+    def _known(self, attempts: Sequence[Attempt]) -> Iterable[tuple[Attempt, int | None]]:
+        return zip(attempts, map(self._next.get, attempts), strict=True)
+
+    def advance(self, attempts: Sequence[Attempt], indexes: Sequence[int], *, ended: bool) -> None:
+        """Count rows of ``attempts`` that took the ``indexes`` that :meth:`preview` gave for them just now.
+
+        ``ended`` says that they were the attempts' last.
+        """
+        if len(set(attempts)) < len(attempts) or not self._ended.keys().isdisjoint(attempts):
+            self.advance_to(attempts, indexes, ended=ended)
+            return
+        following = zip(attempts, [index + 1 for index in indexes], strict=True)
+        if not ended:
+            self._next.update(following)
+            return
+        for attempt in attempts:
+            self._next.pop(attempt, None)
+        self._ended.update(following)
+        self._forget()
+
+    def advance_to(self, attempts: Sequence[Attempt], indexes: Sequence[Any], *, ended: bool) -> None:
+        """As :meth:`advance`, of indexes from anywhere."""
         for attempt, index in zip(attempts, indexes, strict=True):
             # An index that no event can have is refused with its row and must not become the attempt's next one.
             if not isinstance(index, int) or not 0 <= index < _INDEX_LIMIT:
@@ -71,6 +90,9 @@ class AttemptCounters:
                 self._ended[attempt] = following
             else:
                 self._next[attempt] = following
+        self._forget()
+
+    def _forget(self) -> None:
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 

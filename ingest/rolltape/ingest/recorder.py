@@ -176,16 +176,17 @@ class Recorder:
             stamped.setdefault("tenant", self._tenant)
         attempts = attempts_of(columns, num_rows) if spec.indexed else []
         if spec.indexed:
-            indexes = stamped.setdefault("event_index", self._attempts.preview(attempts))
+            if "event_index" not in columns:
+                stamped["event_index"] = self._attempts.preview(attempts)
             if spec.name == "rollout_ended":
-                stamped.setdefault("last_event_index", indexes)
+                stamped.setdefault("last_event_index", stamped["event_index"])
         lanes = spread(stamped, self._run_id, spec.topic, self._log.num_partitions(spec.topic), num_rows)
         refused: tuple[RefusedRow, ...] = ()
         if lanes is None or not num_rows or not self._enqueue_sound(spec, stamped, lanes):
             refused = self._enqueue_sifted(spec, stamped, num_rows, lanes)
         if spec.indexed:
-            indexes = as_list(stamped["event_index"], num_rows)
-            self._attempts.advance(attempts, indexes, ended=spec.name == "rollout_ended")
+            advance = self._attempts.advance_to if "event_index" in columns else self._attempts.advance
+            advance(attempts, as_list(stamped["event_index"], num_rows), ended=spec.name == "rollout_ended")
         self.num_recorded += num_rows - len(refused)
         self.num_refused += len(refused)
         return Receipt(event_ids=event_ids, refused=refused)

@@ -109,10 +109,12 @@ def rows_of(value: Any, rows: npt.NDArray[np.int64]) -> Any:
 
 def _arrow_rows(array: pa.Array, rows: npt.NDArray[np.int64]) -> pa.Array:
     """Runs of neighbours are joined, which copies lists ten times faster than taking them row by row."""
-    firsts = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
-    lengths = np.diff(firsts, append=len(rows))
-    runs = zip(rows[firsts].tolist(), lengths.tolist(), strict=True)
-    return pa.concat_arrays([array.slice(start, length) for start, length in runs])
+    ends = [*(np.flatnonzero(rows[1:] != rows[:-1] + 1) + 1).tolist(), len(rows)]
+    starts = [0, *ends[:-1]]
+    firsts = rows[starts].tolist()
+    return pa.concat_arrays(
+        [array.slice(first, end - start) for first, start, end in zip(firsts, starts, ends, strict=True)]
+    )
 
 
 def _place_all(
