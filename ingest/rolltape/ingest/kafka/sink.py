@@ -59,7 +59,6 @@ _PASSING: Final = (StorageFullError, StoreUnreachableError, LogUnreachableError,
 _POLL_RECORDS: Final = 2_000
 _POLL_S: Final = 0.1
 """A round takes no longer where nothing comes, so that a stop is heard."""
-_LARGE_BYTES: Final = 8 << 20
 _DOUBTFUL_S: Final = 60.0
 """How long other refusals of the brokers are waited out: one that was just restarted does not know its topics yet."""
 
@@ -247,12 +246,8 @@ class Sink:
     def commit(self) -> None:
         """Commit what is staged now."""
         self._first_staged_s = None
-        is_large = self._archive.staged_bytes > _LARGE_BYTES
         if self._archive.commit() is not None:
             self.num_commits += 1
-            if is_large:
-                # Else the allocator keeps what the largest commit took, and memory grows with the longest backlog.
-                pa.default_memory_pool().release_unused()
             self._watch.lag.committed()
             if self._upkeep is not None:
                 self._upkeep.after_round(committed=True, version=self._lake.known_snapshot().version)

@@ -15,7 +15,8 @@ from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import OffsetGoneError, TopicError
 
-_MAX_FETCH_BYTES: Final = 64 << 20
+_MAX_FETCH_BYTES: Final = 8 << 20
+_MAX_PARTITION_FETCH_BYTES: Final = 2 << 20
 _SESSION_TIMEOUT_S: Final = 10.0
 _HEARTBEAT_S: Final = 2.0
 _CLOSE_S: Final = 5.0
@@ -74,7 +75,7 @@ class BrokerConsumer:
             "auto_offset_reset": "none",
             "allow_auto_create_topics": False,
             "fetch_max_bytes": _MAX_FETCH_BYTES,
-            "max_partition_fetch_bytes": _MAX_FETCH_BYTES,
+            "max_partition_fetch_bytes": _MAX_PARTITION_FETCH_BYTES,
             "max_poll_records": 1 << 20,
             "session_timeout_ms": int(_SESSION_TIMEOUT_S * 1000),
             "heartbeat_interval_ms": int(_HEARTBEAT_S * 1000),
