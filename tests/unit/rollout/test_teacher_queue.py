@@ -1,0 +1,154 @@
+"""Units of rollouts that wait for their scores: when one is complete, and what is let go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rolltape.rollout.teacher_queue import KINDS, ScoringQueue
+
+MEMBERS = 2
+
+
+class Feeder:
+    """Writes rollouts on a tape, and gives each table to the queue when told to."""
+
+    def __init__(self, tape: Any, queue: ScoringQueue) -> None:
+        self.tape = tape
+        self.queue = queue
+        tape.add("run_started", purpose="train")
+        self.started = tape.tables()["run_started"]
+        tape.batches.clear()
+
+    def flush(self) -> None:
+        """Give the queue what came since the last call."""
+        tables = self.tape.tables()
+        for kind in KINDS:
+            if kind in tables:
+                self.queue.add(kind, tables[kind])
+        self.tape.batches.clear()
+
+    def dispatch(self, group: int, *, step: int | None = 1, attempt: int = 0, purpose: str = "train") -> None:
+        for member in range(MEMBERS):
+            self.tape.add(
+                "rollout_dispatched", purpose=purpose, training_step=step, group_ordinal=group, member=member,
+                group_size=MEMBERS, worker_id="w", problem_id=f"p{group}", **self.who(group, member, attempt),
+            )  # fmt: skip
+
+    def end(self, group: int, *members: int, attempt: int = 0) -> None:
+        for member in members or range(MEMBERS):
+            who = self.who(group, member, attempt)
+            self.tape.add("rollout_started", event_index=0, prompt_token_ids=[[1, 2]], **who)
+            self.tape.add(
+                "action_sampled", event_index=1, action_kind="execution", token_ids=[[5, 6]],
+                rollout_log_probs=[[-0.5, -0.5]], prefix_length=2, **who,
+            )  # fmt: skip
+            self.tape.add(
+                "rollout_ended", event_index=2, status="completed", num_action_tokens=2, num_observation_tokens=0,
+                last_event_index=2, **who,
+            )  # fmt: skip
+
+    def abandon(self, group: int, member: int, attempt: int = 0) -> None:
+        self.tape.add("attempt_abandoned", reason="worker_lost", **self.who(group, member, attempt))
+
+    @staticmethod
+    def who(group: int, member: int, attempt: int) -> dict[str, Any]:
+        return {"trajectory_id": f"t{group}.{member}", "attempt": attempt, "group_id": f"g{group}"}
+
+
+@pytest.fixture
+def feeder(tape: Any) -> Feeder:
+    return Feeder(tape, ScoringQueue("run"))
+
+
+def test_a_group_is_complete_when_all_of_it_has_ended(feeder: Feeder) -> None:
+    feeder.dispatch(0)
+    feeder.end(0, 0)
+    feeder.flush()
+    assert (feeder.queue.complete(), feeder.queue.begun()) == ([], [(1, "g0")])
+    feeder.end(0, 1)
+    feeder.flush()
+    assert (feeder.queue.complete(), feeder.queue.begun()) == ([(1, "g0")], [])
+    assert feeder.queue.place("t0.1", 0) == ((1, "g0"), 0, 1)
+    assert feeder.queue.problems([(1, "g0")]) == {"p0"}
+
+
+def test_an_abandoned_attempt_leaves_its_place_open(feeder: Feeder) -> None:
+    feeder.dispatch(0)
+    feeder.end(0)
+    feeder.abandon(0, 1)
+    feeder.flush()
+    assert feeder.queue.complete() == []
+    feeder.tape.add(
+        "rollout_dispatched", purpose="train", training_step=1, group_ordinal=0, member=1, group_size=MEMBERS,
+        worker_id="w", problem_id="p0", **Feeder.who(0, 1, 1),
+    )  # fmt: skip
+    feeder.flush()
+    assert feeder.queue.complete() == []
+    feeder.end(0, 1, attempt=1)
+    feeder.flush()
+    assert feeder.queue.complete() == [(1, "g0")]
+    assert feeder.queue.place("t0.1", 0) is None
+    assert feeder.queue.place("t0.1", 1) == ((1, "g0"), 0, 1)
+    table = feeder.queue.fold([(1, "g0")], feeder.started).trajectories
+    current = table.filter(table["is_current"])
+    assert current.select(["trajectory_id", "attempt"]).to_pylist() == [
+        {"trajectory_id": "t0.0", "attempt": 0},
+        {"trajectory_id": "t0.1", "attempt": 1},
+    ]
+
+
+def test_a_dead_letter_is_an_end(feeder: Feeder) -> None:
+    feeder.dispatch(0)
+    feeder.end(0, 0)
+    feeder.tape.add("dead_letter", reason="bad_value", **Feeder.who(0, 1, 0))
+    feeder.flush()
+    assert feeder.queue.complete() == [(1, "g0")]
+
+
+def test_evaluations_and_other_runs_are_nothing_of_ours(feeder: Feeder) -> None:
+    feeder.dispatch(0, purpose="evaluate", step=None)
+    feeder.end(0)
+    feeder.flush()
+    assert (feeder.queue.complete(), feeder.queue.begun()) == ([], [])
+    assert feeder.queue.place("t0.0", 0) is None
+    other = ScoringQueue("another run")
+    feeder.dispatch(1)
+    feeder.end(1)
+    for kind, table in feeder.tape.tables().items():
+        if kind in KINDS:
+            other.add(kind, table)
+    assert other.complete() == []
+
+
+def test_a_fold_is_of_the_units_asked_for_and_forgotten_ones_are_gone(feeder: Feeder) -> None:
+    for group in range(3):
+        feeder.dispatch(group)
+        feeder.end(group)
+    feeder.flush()
+    units = feeder.queue.complete()
+    folded = feeder.queue.fold(units[:2], feeder.started)
+    assert folded.trajectories["trajectory_id"].to_pylist() == ["t0.0", "t0.1", "t1.0", "t1.1"]
+    assert folded.segments["response_token_ids"].to_pylist() == [[5, 6]] * 4
+    feeder.queue.forget(units[:2])
+    assert feeder.queue.complete() == units[2:]
+    assert feeder.queue.place("t0.0", 0) is None
+    assert feeder.queue.fold(units, feeder.started).trajectories["trajectory_id"].to_pylist() == ["t2.0", "t2.1"]
+
+
+def test_blocks_of_groups(tape: Any) -> None:
+    """Of a step, or (rollouts meant for none) of ordinals in the run."""
+    feeder = Feeder(tape, ScoringQueue("run", groups_per_unit=2))
+    for group in (0, 1, 2, 3):
+        feeder.dispatch(group, step=None)
+    feeder.end(0)
+    feeder.end(2)
+    feeder.flush()
+    assert feeder.queue.complete() == []
+    feeder.end(3)
+    feeder.flush()
+    assert feeder.queue.complete() == [(None, 1)]
+    feeder.end(1)
+    feeder.flush()
+    assert feeder.queue.complete() == [(None, 0), (None, 1)]
