@@ -60,16 +60,13 @@ def check_whole(bench: Bench, folded: Fold) -> None:
         row["segment_index"] for row in bench.events() if row["segment_index"] is not None
     )
     of_segments = [
-        int(token)
+        [token for token, is_action in zip(row["response_token_ids"], row["response_mask"], strict=True) if is_action]
         for row in folded.segments.to_pylist()
-        for token, is_action in zip(row["response_token_ids"], row["response_mask"], strict=True)
-        if is_action
     ]
-    assert of_segments == [token for row in sampled for token in row["token_ids"]]
     by_index: dict[int, list[int]] = {}
     for row in sampled:
         by_index.setdefault(row["segment_index"], []).extend(row["token_ids"])
-    assert list(by_index) == list(range(len(by_index))), "segments of the envelope are those of the fold"
+    assert by_index == dict(enumerate(of_segments)), "segments of the envelope are those of the fold"
     check_provenance(bench)
 
 
