@@ -9,7 +9,7 @@ import os
 import tomllib
 import types
 import typing
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,6 +207,10 @@ def _build(cls: type[T], data: dict[str, Any], prefix: str) -> T:
     unknown = sorted(set(data) - known)
     if unknown:
         raise ConfigError(f"unknown field {prefix}{unknown[0]}; expected one of {', '.join(sorted(known))}")
+    needed = [f.name for f in fields(cls) if f.default is f.default_factory is MISSING]  # type: ignore[arg-type]
+    absent = [name for name in needed if name not in data]
+    if absent:
+        raise ConfigError(f"{prefix}{absent[0]}: expected a value, got none")
     built: dict[str, Any] = {}
     for name, value in data.items():
         built[name] = _coerce(hints[name], value, f"{prefix}{name}")
