@@ -82,6 +82,20 @@ def _teacher_scored(found: Findings) -> None:
     _digests(found, "prefix_digest")
 
 
+_TRAINED_TOKENS: Final = (
+    "old_log_probs",
+    "current_log_probs",
+    "advantages",
+    "gate_weights",
+    "trusted",
+    "task_advantages",
+    "teacher_gaps",
+    "divergences",
+    "values",
+    "value_targets",
+)
+
+
 def _tokens_trained(found: Findings) -> None:
     counts = found.token_list("num_tokens")
     if counts is None:
@@ -89,7 +103,7 @@ def _tokens_trained(found: Findings) -> None:
     numbers = integers(counts.values)
     sums = np.concatenate(([0], np.cumsum(numbers)))[counts.offsets]
     totals = np.where(counts.valid, np.diff(sums), 0)
-    for name in ("old_log_probs", "current_log_probs", "advantages", "gate_weights", "trusted"):
+    for name in _TRAINED_TOKENS:
         _same_length(found, found.token_list(name), totals, "the sum of num_tokens")
     _same_length(found, found.token_list("trajectory_ids"), counts.lengths, "num_tokens")
 

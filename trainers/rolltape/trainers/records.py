@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -61,7 +61,10 @@ def batch_formed_columns(
 def tokens_trained_columns(
     batch: PackedBatch, members: Sequence[Member], outcome: StepOutcome, *, batch_id: str, step: int
 ) -> dict[str, Any]:
-    """Columns of the ``tokens_trained`` events, one row a group; tokens are the response tokens of each row."""
+    """Columns of the ``tokens_trained`` events, one row a group; tokens are the response tokens of each row.
+
+    What only some methods have is left out by the others.
+    """
     keep = _response_tokens(batch)
     row_of_token = batch.row_of_token()[keep]
     member_of_token = batch.row_member[row_of_token].numpy()
@@ -93,7 +96,19 @@ def tokens_trained_columns(
         "advantages": by_group(outcome.advantages, FLOAT32),
         "gate_weights": by_group(outcome.gate_weights, FLOAT32),
         "trusted": by_group(outcome.trusted, BOOL_TYPE),
+        **{name: by_group(values, FLOAT32) for name, values in _apart(outcome).items()},
     }
+
+
+_PARTS: Final = {"task_advantage": "task_advantages", "teacher_gap": "teacher_gaps", "divergence": "divergences"}
+
+
+def _apart(outcome: StepOutcome) -> dict[str, torch.Tensor]:
+    """Tensors [N] by column: the parts of an advantage, and what the critic said."""
+    found = {_PARTS[name]: values for name, values in outcome.parts.items()}
+    if outcome.critic is not None:
+        found |= {"values": outcome.critic.values, "value_targets": outcome.critic.targets}
+    return found
 
 
 def _response_tokens(batch: PackedBatch) -> torch.Tensor:

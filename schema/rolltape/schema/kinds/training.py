@@ -86,6 +86,13 @@ TRAINING_KINDS = (
             column("advantages", list_of(FLOAT32), "advantage"),
             column("gate_weights", list_of(FLOAT32), "weight that the gate gave; 0 is rejected"),
             column("trusted", list_of(BOOL), "gate verdict"),
+            column("task_advantages", list_of(FLOAT32), "the task's part of a mixed advantage, before its coefficient"),
+            column(
+                "teacher_gaps", list_of(FLOAT32), "teacher minus student, clipped if asked; distillation", unit="nat"
+            ),
+            column("divergences", list_of(FLOAT32), "reverse KL to the teacher at the token's state", unit="nat"),
+            column("values", list_of(FLOAT32), "critic's value before the token and before the critic's update"),
+            column("value_targets", list_of(FLOAT32), "what the critic learnt there"),
         ),
     ),
     Kind(
