@@ -14,10 +14,10 @@ TOKENIZER: Final = "tokenizer-of-the-run"
 TEMPLATE: Final = "template-of-the-run"
 
 
-def start_run(tape: Tape, *, tokenizer: str | None = TOKENIZER, template: str | None = TEMPLATE) -> None:
+def start_run(tape: Tape, **columns: Any) -> None:
     """The run's start, with what its tokenizer and its template are."""
-    behaviour = {"name": "char", "behaviour_digest": tokenizer}
-    tape.add("run_started", purpose="train", tokenizer=[behaviour], chat_template_digest=template)
+    behaviour = {"name": "char", "behaviour_digest": TOKENIZER}
+    tape.add("run_started", purpose="train", tokenizer=[behaviour], chat_template_digest=TEMPLATE, **columns)
 
 
 def problem(tape: Tape, problem_id: str, domain: str | None) -> None:

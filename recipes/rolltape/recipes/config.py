@@ -9,6 +9,7 @@ import os
 import tomllib
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -152,6 +153,27 @@ class RunConfig:
         except (OSError, tomllib.TOMLDecodeError) as error:
             raise ConfigError(f"expected a TOML recipe at {path}: {error}") from error
         return cls.from_dict(data)
+
+
+def trainer_options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Fields of ``[trainer]`` from ``[algorithm.]field=value`` texts, by algorithm; under "" those of all.
+
+    Raises:
+        ConfigError: a text is no setting, names no field, or has a value of another type.
+    """
+    hints = typing.get_type_hints(TrainerConfig)
+    found: dict[str, dict[str, Any]] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        algorithm, _, field_name = name.strip().rpartition(".")
+        if not equals or field_name not in hints:
+            raise ConfigError(f"--set {setting}: expected [algorithm.]field=value with a field of [trainer]")
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text  # words need no quotes
+        found.setdefault(algorithm, {})[field_name] = _coerce(hints[field_name], value, f"trainer.{field_name}")
+    return found
 
 
 def _of_older_release(data: dict[str, Any]) -> dict[str, Any]:
