@@ -11,46 +11,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
-
-import numpy as np
+from typing import Final
 
 from rolltape.ingest.recorder import Recorder
-from rolltape.rollout import agent_recording, recording
+from rolltape.rollout import agent_recording
+from rolltape.rollout.agent_calls import EXECUTION, AgentCalls
 from rolltape.rollout.agent_context import Context, Span
+from rolltape.rollout.agent_ends import Judged, Relabel, judge, record_ends, relabelled
 from rolltape.rollout.agent_environment import Observation, Reply
 from rolltape.rollout.agent_harness import AgentHarness
 from rolltape.rollout.agent_play import Play
 from rolltape.rollout.agent_recording import Masked
 from rolltape.rollout.agent_rewrites import Rewriter
-from rolltape.rollout.engine import FinishReason, GenerationRequest, Int32, SamplingConfig
+from rolltape.rollout.engine import Int32, SamplingConfig
 from rolltape.rollout.environment import Problem
-from rolltape.rollout.recording import Call, RolloutBatch
-from rolltape.rollout.rewards import failed_component
-from rolltape.rollout.seeds import call_seed
-from rolltape.schema.reward import RewardComponent
+from rolltape.rollout.recording import RolloutBatch
 
-EXECUTION: Final = "execution"
 _LOG: Final = logging.getLogger(__name__)
-
-Components = tuple[RewardComponent, ...]
-Relabel = Callable[[Sequence[Components]], Sequence[Components]]
-"""Judgements of a whole batch, in order → those that are recorded in their places."""
-
-
-class Sampled(NamedTuple):
-    """What one call gave one rollout. ``event_id`` is empty where the rollout is not recorded."""
-
-    token_ids: Int32
-    event_id: str
-    finish_reason: FinishReason
-
-
-class Judged(NamedTuple):
-    """A rollout that is over, with its judgement."""
-
-    play: Play
-    components: Components
 
 
 class AgentLoop:
@@ -76,12 +53,11 @@ class AgentLoop:
         relabel: Relabel | None = None,
     ) -> None:
         self._harness = harness
-        self._recorder = recorder
-        self._batch = batch
         self._sampling = sampling
         self._before_turn = before_turn
         self._relabel = relabel
-        self._rewriter = Rewriter(harness, self)
+        self._calls = AgentCalls(harness, recorder, batch)
+        self._rewriter = Rewriter(harness, self._calls)
 
     def run(self, problems: Sequence[Problem], starts: Mapping[int, str]) -> list[Judged]:
         """Play all rollouts; record those that have started.
@@ -111,12 +87,13 @@ class AgentLoop:
             for play in plays:
                 _close(play)
         if self._relabel is not None:
-            over = self._relabelled(over, self._relabel)
+            over = relabelled(over, self._relabel)
+            self._record_ends(over)
         return sorted(over, key=lambda judged: judged.play.row)
 
     def _open(self, row: int, problem: Problem, start: str) -> Play:
         self._harness.check_room(problem, self._sampling)
-        seed = self._batch.seeds[row]
+        seed = self._calls.seed(row)
         prompt = Span(self._harness.prompt(problem)[0], start or None)
         play = Play(
             row=row, problem=problem, seed=seed, recorded=bool(start), prompt=prompt, context=Context((prompt,))
@@ -145,7 +122,7 @@ class AgentLoop:
         for call in range(1 + self._harness.config.max_interruptions):
             contexts = [play.context.token_ids for play in pending]
             for play, sampled in zip(
-                pending, self.sample(pending, contexts, EXECUTION, turn, call, self._sampling), strict=True
+                pending, self._calls.sample(pending, contexts, EXECUTION, turn, call, self._sampling), strict=True
             ):
                 play.finish_reason = sampled.finish_reason
                 if len(sampled.token_ids):
@@ -161,56 +138,6 @@ class AgentLoop:
                 return
         for play in pending:
             play.stop("aborted", "interrupted")
-
-    def sample(
-        self,
-        plays: Sequence[Play],
-        contexts: Sequence[Int32],
-        kind: str,
-        turn: int,
-        call: int,
-        sampling: SamplingConfig,
-    ) -> list[Sampled]:
-        """One call of the engine for these rollouts, as one batch; records the actions of those that are recorded."""
-        engine = self._harness.engine
-        seeds = [call_seed(play.seed, turn, kind, call) for play in plays]
-        requests = [
-            GenerationRequest(prompt_token_ids=context, seed=seed)
-            for context, seed in zip(contexts, seeds, strict=True)
-        ]
-        generations = engine.generate(requests, sampling)
-        texts = self._harness.texts(generations)
-        calls = [self._harness.environment.tool_calls(text) if kind == EXECUTION else () for text in texts]
-        columns = recording.sampled(
-            self._batch.select(_rows(plays)),
-            generations,
-            sampling,
-            engine_id=engine.engine_id,
-            engine=engine.info,
-            texts=texts,
-            call=Call(
-                segment_indexes=np.array([play.segment for play in plays]),
-                seeds=seeds,
-                turn_index=turn,
-                action_kind=kind,
-                tool_calls=agent_recording.tool_calls(calls),
-            ),
-        )
-        lengths = np.diff(generations.offsets)
-        chosen = np.flatnonzero([play.recorded for play in plays] & (lengths > 0))
-        event_ids = [""] * len(plays)
-        receipt = self.record("action_sampled", recording.select_rows(columns, chosen), len(chosen))
-        for place, event_id in zip(chosen.tolist(), receipt, strict=True):
-            event_ids[place] = event_id
-        for play, length in zip(plays, lengths.tolist(), strict=True):
-            play.num_action_tokens += length
-        bounds = generations.offsets[1:-1]
-        return [
-            Sampled(token_ids, event_id, reason)
-            for token_ids, event_id, reason in zip(
-                np.split(generations.token_ids, bounds), event_ids, generations.finish_reasons, strict=True
-            )
-        ]
 
     # The environment's side of a turn.
 
@@ -259,7 +186,7 @@ class AgentLoop:
         plays = [play for play, *_ in told]
         columns = (
             agent_recording.observed(
-                self.rollouts(plays),
+                self._calls.rollouts(plays),
                 [observation for _, observation, *_ in told],
                 [token_ids for *_, token_ids, _ in told],
                 segment_indexes=[play.segment for play in plays],
@@ -269,7 +196,7 @@ class AgentLoop:
             if told
             else {}
         )
-        event_ids = iter(self.record("observation_received", columns, len(told)))
+        event_ids = iter(self._calls.record("observation_received", columns, len(told)))
         for play, _, token_ids, _ in seen:
             if not len(token_ids):
                 play.context.close_step(None)
@@ -278,81 +205,14 @@ class AgentLoop:
             play.context.close_step(Span(token_ids, event_id))
             play.num_observation_tokens += len(token_ids)
 
-    # Judgement and end.
-
     def _finish(self, over: Sequence[Play]) -> list[Judged]:
-        judged = [Judged(play, self._judge(play)) for play in over]
+        judged = [judge(self._harness.environment, play) for play in over]
         if self._relabel is None:
             self._record_ends(judged)
         return judged
 
-    def _judge(self, play: Play) -> Components:
-        environment = self._harness.environment
-        if play.status == "aborted":
-            return (failed_component(environment.name, environment.version, RuntimeError(play.cause)),)
-        if play.failure is not None or play.episode is None:
-            error = play.failure or RuntimeError("no episode")
-            return (failed_component(environment.name, environment.version, error),)
-        try:
-            return tuple(play.episode.judge())
-        except Exception as error:  # noqa: BLE001 - whatever a verifier raises is its own failure and goes onto the tape as such
-            return (failed_component(environment.name, environment.version, error),)
-
-    def _relabelled(self, over: Sequence[Judged], relabel: Relabel) -> list[Judged]:
-        ordered = sorted(over, key=lambda judged: judged.play.row)
-        changed = relabel([judged.components for judged in ordered])
-        of_turns = iter(relabel([reward for one in ordered for _, reward in one.play.turn_rewards]))
-        for one in ordered:
-            one.play.turn_rewards = [(event_id, next(of_turns)) for event_id, _ in one.play.turn_rewards]
-        judged = [Judged(one.play, components) for one, components in zip(ordered, changed, strict=True)]
-        self._record_ends(judged)
-        return judged
-
     def _record_ends(self, judged: Sequence[Judged]) -> None:
-        """Masks, rewards of single actions and of the whole, then the end."""
-        told = [one for one in judged if one.play.recorded]
-        masked = [one.play for one in told if one.play.masks]
-        if masked:
-            columns = agent_recording.masked(
-                self.rollouts(masked),
-                [play.masks for play in masked],
-                assigned_by=self._harness.environment.name,
-            )
-            self.record("mask_assigned", columns, len(masked))
-        labels = [(one.play, *label) for one in told for label in _labels(one)]
-        if labels:
-            columns = agent_recording.rewarded(
-                self.rollouts([play for play, *_ in labels]),
-                [components for *_, components in labels],
-                [target for _, target, _ in labels],
-            )
-            self.record("reward_assigned", columns, len(labels))
-        if told:
-            plays = [one.play for one in told]
-            columns = agent_recording.ended(self.rollouts(plays), [play.end for play in plays])
-            self.record("rollout_ended", columns, len(plays))
-
-    # Shared with the rewriter.
-
-    def rollouts(self, plays: Sequence[Play]) -> RolloutBatch:
-        """Who these rollouts are."""
-        return self._batch.select(_rows(plays))
-
-    def record(self, kind: str, columns: Mapping[str, Any], num_rows: int) -> list[str]:
-        """Record events, if there are any; their ids."""
-        return self._recorder.record_batch(kind, columns, num_rows).event_ids if num_rows else []
-
-
-def _labels(judged: Judged) -> list[tuple[str | None, Components]]:
-    """Rewards by target (None: the whole rollout). Where only turns are rewarded the whole is not."""
-    of_turns: list[tuple[str | None, Components]] = list(judged.play.turn_rewards)
-    if of_turns and not judged.components:
-        return of_turns
-    return [*of_turns, (None, judged.components)]
-
-
-def _rows(plays: Sequence[Play]) -> recording.Rows:
-    return np.array([play.row for play in plays], dtype=np.int64)
+        record_ends(self._calls, judged, assigned_by=self._harness.environment.name)
 
 
 def _close(play: Play) -> None:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
 
 from rolltape.rollout import agent_recording
+from rolltape.rollout.agent_calls import SUMMARY, AgentCalls, Sampled
 from rolltape.rollout.agent_context import Context, Span, joined
 from rolltape.rollout.agent_harness import AgentHarness
 from rolltape.rollout.agent_play import Play
 from rolltape.rollout.agent_recording import Rewrite
 from rolltape.rollout.compaction import COMPACTION, SUMMARY_CALL, Trigger, resumed, shortened, without_stop
 from rolltape.rollout.engine import SamplingConfig
-
-if TYPE_CHECKING:
-    from rolltape.rollout.agent_loop import AgentLoop, Sampled
-
-SUMMARY: Final = "summary"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -38,9 +33,9 @@ class _Summary:
 class Rewriter:
     """Rewrites the contexts of the rollouts of one batch, and records it."""
 
-    def __init__(self, harness: AgentHarness, loop: AgentLoop) -> None:
+    def __init__(self, harness: AgentHarness, calls: AgentCalls) -> None:
         self._harness = harness
-        self._loop = loop
+        self._calls = calls
         self._config = harness.config.compaction
 
     def make_room(self, live: Sequence[Play], turn: int, sampling: SamplingConfig) -> None:
@@ -104,7 +99,7 @@ class Rewriter:
         plays = [one.play for one in pending]
         contexts = [joined(one.spans) for one in pending]
         for one, sampled in zip(
-            pending, self._loop.sample(plays, contexts, SUMMARY, turn, call, sampling), strict=True
+            pending, self._calls.sample(plays, contexts, SUMMARY, turn, call, sampling), strict=True
         ):
             one.is_segment_open = not len(sampled.token_ids)
             one.num_tries += sampled.finish_reason != "abort"
@@ -184,9 +179,9 @@ class Rewriter:
         if not told:
             return
         columns = agent_recording.rewritten(
-            self._loop.rollouts([plays[place] for place in told]),
+            self._calls.rollouts([plays[place] for place in told]),
             [rewrites[place] for place in told],
             reasons=[reasons[place] for place in told],
             turn_index=turn,
         )
-        self._loop.record("context_rewritten", columns, len(told))
+        self._calls.record("context_rewritten", columns, len(told))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from rolltape.ingest.recorder import Recorder
+from rolltape.rollout.agent_ends import Judged
 from rolltape.rollout.agent_harness import AgentHarness
-from rolltape.rollout.agent_loop import AgentLoop, Judged
+from rolltape.rollout.agent_loop import AgentLoop
 from rolltape.rollout.attempts import Attempt, AttemptBook
 from rolltape.rollout.engine import SamplingConfig
 from rolltape.rollout.environment import Problem
