@@ -113,6 +113,7 @@ def teacher_config(config: RunConfig, lake_url: str, *, log_url: str = "") -> Te
         token_budget=section.token_budget,
         shuffle_scores=section.shuffle_scores,
         groups_per_step=config.rollout.groups_per_step,
+        group_size=config.rollout.group_size,
         seed=config.seed,
         num_threads=section.num_threads,
         group_wait_s=section.group_wait_s,

@@ -1,8 +1,9 @@
 """Rollouts that wait for their scores: events from the log, kept until all of a unit has ended.
 
-A unit is a group, or (where scores are permuted as a control) as many groups as a step has. Its rollouts are scored
-together and in a fixed order, since the composition of a batch decides the last bits of log-probs: a service that is
-killed and comes back makes the same scores.
+A unit is some groups of consecutive ordinals of one step (rollouts that are meant for no step are counted in the run,
+in blocks as long as one). Its rollouts are scored together and in a fixed order, since the composition of a batch
+decides the last bits of log-probs: a service that is killed and comes back makes the same scores. No unit crosses the
+end of a step, so that a step's rollouts can all be scored before any of the next exist.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ KINDS: Final = (
 )
 """Of the rollout topic: what is needed to know a rollout's tokens. Rewards and masks do not concern a teacher."""
 
-UnitKey = tuple[int | None, int | str]
-"""(training step, block of group ordinals), or (training step, group id)."""
+UnitKey = tuple[int | None, int | str, int]
+"""(training step, block of a step's length, unit in it); a group without an ordinal has its id for the block."""
 _Place = tuple[int, int]  # group ordinal, member
 _Attempt = tuple[str, int]
 
@@ -57,12 +58,14 @@ class ScoringQueue:
 
     Args:
         run_id: the run.
-        groups_per_unit: 0: each group is a unit; else so many groups of consecutive ordinals are.
+        groups_per_step: how many groups a step has.
+        groups_per_unit: how many of them are scored together; the last unit of a step may have fewer.
     """
 
-    def __init__(self, run_id: str, *, groups_per_unit: int = 0) -> None:
+    def __init__(self, run_id: str, *, groups_per_step: int = 1, groups_per_unit: int = 1) -> None:
         self._run_id = run_id
-        self._groups_per_unit = groups_per_unit
+        self._groups_per_step = groups_per_step
+        self._groups_per_unit = min(groups_per_unit, groups_per_step)
         self._tables: dict[str, list[pa.Table]] = {kind: [] for kind in KINDS}
         self._units: dict[UnitKey, _Unit] = {}
         self._home: dict[_Attempt, tuple[UnitKey, _Place]] = {}
@@ -92,18 +95,23 @@ class ScoringQueue:
         columns = [pc.struct_field(struct, name).to_pylist() for name in names]
         ids = [table[name].to_pylist() for name in ("trajectory_id", "attempt", "group_id", "problem_id")]
         for step, ordinal, member, size, trajectory, attempt, group, problem in zip(*columns, *ids, strict=True):
-            if self._groups_per_unit:
-                key: UnitKey = (step, (ordinal or 0) // self._groups_per_unit)
-                expected = self._groups_per_unit * size
-            else:
-                key, expected = (step, group or trajectory), size or 1
-            unit = self._units.setdefault(key, _Unit(expected))
+            key, num_groups = self._unit_of(step, ordinal, group or trajectory)
+            unit = self._units.setdefault(key, _Unit(num_groups * (size or 1)))
             unit.problems.add(problem)
             place = (ordinal or 0, member or 0)
             known = unit.newest.get(place)
             if known is None or known[1] <= attempt:
                 unit.newest[place] = (trajectory, attempt)
             self._home[trajectory, attempt] = (key, place)
+
+    def _unit_of(self, step: int | None, ordinal: int | None, group: str) -> tuple[UnitKey, int]:
+        """Unit of a group, and how many groups it has."""
+        if ordinal is None:
+            return (step, group, 0), 1
+        block, place = divmod(ordinal, self._groups_per_step)
+        unit = place // self._groups_per_unit
+        left = self._groups_per_step - unit * self._groups_per_unit
+        return (step, block, unit), min(self._groups_per_unit, left)
 
     def _note(self, table: pa.Table, what: str) -> None:
         for attempt in zip(table["trajectory_id"].to_pylist(), table["attempt"].to_pylist(), strict=True):

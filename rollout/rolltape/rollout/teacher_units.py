@@ -41,7 +41,6 @@ class _Row:
     unit: UnitKey
     order: tuple[int, int, int]  # group ordinal, member, segment
     attempt: tuple[str, int]
-    group_id: str | None
     domain: str | None
     route: TeacherRoute
     teacher: Teacher
@@ -108,12 +107,12 @@ class UnitScorer:
         outcome: dict[UnitKey, str],
     ) -> Iterator[_Row]:
         """The segments that a teacher may score; an alarm for the others."""
-        names = ("trajectory_id", "attempt", "segment_index", "group_id", "problem_id", "num_tokens")
+        names = ("trajectory_id", "attempt", "segment_index", "problem_id", "num_tokens")
         columns = [segments[name].to_pylist() for name in names]
         samplings = [
             pc.struct_field(segments["sampling_config"], n).to_pylist() for n in ("temperature", "logprobs_mode")
         ]
-        for row, (trajectory, attempt, index, group, problem, length, temperature, mode) in enumerate(
+        for row, (trajectory, attempt, index, problem, length, temperature, mode) in enumerate(
             zip(*columns, *samplings, strict=True)
         ):
             found = place(trajectory, attempt)
@@ -147,7 +146,6 @@ class UnitScorer:
                 unit=key,
                 order=(ordinal, member, index),
                 attempt=(trajectory, attempt),
-                group_id=group,
                 domain=domains[problem],
                 route=route,
                 teacher=teacher,
@@ -168,7 +166,7 @@ class UnitScorer:
         return None
 
     def _score_unit(self, segments: pa.Table, rows: list[_Row], key: UnitKey, alone: bool, comes_back: bool) -> None:
-        """Score a unit's segments, group by group (``alone``: rollout by rollout), teacher by teacher."""
+        """Score a unit's segments, teacher by teacher; ``alone``: rollout by rollout."""
         table = segments.take(pa.array([row.row for row in rows]))
         keys = list(
             zip(*(table[name].to_pylist() for name in ("trajectory_id", "attempt", "segment_index")), strict=True)
@@ -191,7 +189,7 @@ class UnitScorer:
                 top_k=self._config.top_k or None,
                 num_ids=teacher.vocabulary.num_ids,
             )
-            for begin, end in _cuts([row.attempt if alone else row.group_id for row in rows])
+            for begin, end in _cuts([row.attempt if alone else key for row in rows])
         ]
         segments, scores = Segments.of(table), Scores.joined(parts)
         if self._config.shuffle_scores:

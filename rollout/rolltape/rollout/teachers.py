@@ -56,7 +56,9 @@ class TeacherConfig:
     top_k: int = 0  # likeliest ids that are recorded at each token; 0: the sampled one alone
     token_budget: int = 16_384  # padded tokens of one forward pass
     shuffle_scores: bool = False  # a control: scores of a step change places among the tokens of a domain
-    groups_per_step: int = 1  # how many groups those of a step are
+    groups_per_step: int = 1  # of the run
+    group_size: int = 1  # rollouts of a group
+    rollouts_per_unit: int = 32  # at least so many are scored together, where a step has so many; whole groups
     seed: int = 0  # the run's
     num_threads: int = 1
     poll_s: float = 0.2  # longest wait for the tape before signals are looked at
@@ -73,12 +75,17 @@ class TeacherConfig:
             raise ConfigError(f"teachers.temperature: expected more than 0, got {self.temperature}")
         if self.top_k < 0:
             raise ConfigError(f"teachers.top_k: expected 0 (sampled ids alone) or more, got {self.top_k}")
-        for name in ("token_budget", "groups_per_step", "num_threads"):
+        for name in ("token_budget", "groups_per_step", "group_size", "rollouts_per_unit", "num_threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"teachers.{name}: expected 1 or more, got {getattr(self, name)}")
         for name in ("poll_s", "group_wait_s", "retry_s", "verify_every_s", "flush_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"teachers.{name}: expected more than 0, got {getattr(self, name)}")
+
+    @property
+    def groups_per_unit(self) -> int:
+        """Groups that are scored together. Scores change places within a unit: a control's is a whole step."""
+        return self.groups_per_step if self.shuffle_scores else -(-self.rollouts_per_unit // self.group_size)
 
     @property
     def producer_id(self) -> str:
@@ -178,8 +185,11 @@ class TeacherService:
         self._read_rollouts()
 
     def _read_rollouts(self) -> None:
-        groups = self._config.groups_per_step if self._config.shuffle_scores else 0
-        self._queue = ScoringQueue(self._config.run_id, groups_per_unit=groups)
+        self._queue = ScoringQueue(
+            self._config.run_id,
+            groups_per_step=self._config.groups_per_step,
+            groups_per_unit=self._config.groups_per_unit,
+        )
         kinds = (*teacher_queue.KINDS, "problem_registered")
         self._rollouts = self._log.reader(Cursor(), topics=("rollout",), kinds=kinds)
         # Nothing is scored before all is read: an attempt that ended may have been superseded since.

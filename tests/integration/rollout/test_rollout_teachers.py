@@ -230,14 +230,14 @@ def test_top_k_payload(stage: Stage) -> None:
     for row in stage.rollouts.scores():
         ids = torch.tensor(contexts[row["trajectory_id"]] + row["scored_token_ids"])
         parts = list(scorer.distributions(ids, torch.tensor([0, len(ids)])))
-        full = torch.cat([part.log_probs for part in parts])[torch.cat([part.flat_index for part in parts]).argsort()]
-        full = full[row["start_position"] - 1 :].numpy()
+        order = torch.cat([part.flat_index for part in parts]).argsort()
+        full = torch.cat([part.log_probs for part in parts])[order][row["start_position"] - 1 :].numpy()
         num = len(row["scored_token_ids"])
         top_ids = np.array(row["top_k_token_ids"]).reshape(num, 3)
         top = np.array(row["top_k_log_probs"], np.float32).reshape(num, 3)
-        order = np.lexsort((np.broadcast_to(np.arange(full.shape[1]), full.shape), -full), axis=-1)[:, :3]
-        assert (top_ids == order).all()
-        np.testing.assert_allclose(top, np.take_along_axis(full, order, 1), atol=1e-6)
+        likeliest = np.lexsort((np.broadcast_to(np.arange(full.shape[1]), full.shape), -full), axis=-1)[:, :3]
+        assert (top_ids == likeliest).all()
+        np.testing.assert_allclose(top, np.take_along_axis(full, likeliest, 1), atol=1e-6)
         np.testing.assert_allclose(row["tail_mass"], 1 - np.exp(top.astype(np.float64)).sum(1), atol=1e-6)
         own = np.take_along_axis(full, np.array(row["scored_token_ids"])[:, None], 1)[:, 0]
         np.testing.assert_allclose(row["log_probs"], own, atol=1e-6)
@@ -265,15 +265,16 @@ def test_shuffled_scores_are_a_permutation_within_a_domain_and_carry_another_nam
         names = [name for name in straight if name.startswith(f"p-{domain}")]
         observed = {name: int(name[-1]) % 2 for name in names}
         values = [np.concatenate([side[name]["log_probs"] for name in names]) for side in (straight, shuffled)]
-        assert np.array_equal(np.sort(values[0]), np.sort(values[1]))
-        changed += int((values[0] != values[1]).sum())
+        np.testing.assert_allclose(np.sort(values[0]), np.sort(values[1]), atol=1e-6)
+        changed += int((np.abs(values[0] - values[1]) > 1e-4).sum())
         for name in names:
             assert shuffled[name]["scored_token_ids"] == straight[name]["scored_token_ids"]
             assert shuffled[name]["teacher_id"] == f"teacher-{domain}-shuffled"
             if observed[name]:
                 first_action = 2 + 1 % 3
                 seen = slice(first_action, first_action + 2)
-                assert shuffled[name]["log_probs"][seen] == straight[name]["log_probs"][seen]
+                still = (shuffled[name]["log_probs"][seen], straight[name]["log_probs"][seen])
+                np.testing.assert_allclose(*still, atol=1e-6)
     assert changed > 20
     assert {row["teacher_id"] for row in control.rollouts.tape.rows("teacher_routed")} == {
         "teacher-up-shuffled",

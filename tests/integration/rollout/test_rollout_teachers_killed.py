@@ -30,6 +30,7 @@ from rolltape.rollout.teachers import TeacherConfig, run_teachers
 lake, up, down, shuffled = sys.argv[1:]
 sys.exit(run_teachers(TeacherConfig(
     lake=lake, run_id="run", poll_s=0.02, token_budget=64, shuffle_scores=shuffled == "shuffled", groups_per_step=4,
+    group_size=4, rollouts_per_unit=8,
     routes=(
         TeacherRoute(domain="up", lake=up, run="up"),
         TeacherRoute(domain="down", lake=down, run="down", version="1", teacher_id="down"),

@@ -59,19 +59,19 @@ class Feeder:
 
 @pytest.fixture
 def feeder(tape: Any) -> Feeder:
-    return Feeder(tape, ScoringQueue("run"))
+    return Feeder(tape, ScoringQueue("run", groups_per_step=3))
 
 
 def test_a_group_is_complete_when_all_of_it_has_ended(feeder: Feeder) -> None:
     feeder.dispatch(0)
     feeder.end(0, 0)
     feeder.flush()
-    assert (feeder.queue.complete(), feeder.queue.begun()) == ([], [(1, "g0")])
+    assert (feeder.queue.complete(), feeder.queue.begun()) == ([], [(1, 0, 0)])
     feeder.end(0, 1)
     feeder.flush()
-    assert (feeder.queue.complete(), feeder.queue.begun()) == ([(1, "g0")], [])
-    assert feeder.queue.place("t0.1", 0) == ((1, "g0"), 0, 1)
-    assert feeder.queue.problems([(1, "g0")]) == {"p0"}
+    assert (feeder.queue.complete(), feeder.queue.begun()) == ([(1, 0, 0)], [])
+    assert feeder.queue.place("t0.1", 0) == ((1, 0, 0), 0, 1)
+    assert feeder.queue.problems([(1, 0, 0)]) == {"p0"}
 
 
 def test_an_abandoned_attempt_leaves_its_place_open(feeder: Feeder) -> None:
@@ -88,10 +88,10 @@ def test_an_abandoned_attempt_leaves_its_place_open(feeder: Feeder) -> None:
     assert feeder.queue.complete() == []
     feeder.end(0, 1, attempt=1)
     feeder.flush()
-    assert feeder.queue.complete() == [(1, "g0")]
+    assert feeder.queue.complete() == [(1, 0, 0)]
     assert feeder.queue.place("t0.1", 0) is None
-    assert feeder.queue.place("t0.1", 1) == ((1, "g0"), 0, 1)
-    table = feeder.queue.fold([(1, "g0")], feeder.started).trajectories
+    assert feeder.queue.place("t0.1", 1) == ((1, 0, 0), 0, 1)
+    table = feeder.queue.fold([(1, 0, 0)], feeder.started).trajectories
     current = table.filter(table["is_current"])
     assert current.select(["trajectory_id", "attempt"]).to_pylist() == [
         {"trajectory_id": "t0.0", "attempt": 0},
@@ -104,7 +104,7 @@ def test_a_dead_letter_is_an_end(feeder: Feeder) -> None:
     feeder.end(0, 0)
     feeder.tape.add("dead_letter", reason="bad_value", **Feeder.who(0, 1, 0))
     feeder.flush()
-    assert feeder.queue.complete() == [(1, "g0")]
+    assert feeder.queue.complete() == [(1, 0, 0)]
 
 
 def test_evaluations_and_other_runs_are_nothing_of_ours(feeder: Feeder) -> None:
@@ -139,7 +139,7 @@ def test_a_fold_is_of_the_units_asked_for_and_forgotten_ones_are_gone(feeder: Fe
 
 def test_blocks_of_groups(tape: Any) -> None:
     """Of a step, or (rollouts meant for none) of ordinals in the run."""
-    feeder = Feeder(tape, ScoringQueue("run", groups_per_unit=2))
+    feeder = Feeder(tape, ScoringQueue("run", groups_per_step=2, groups_per_unit=2))
     for group in (0, 1, 2, 3):
         feeder.dispatch(group, step=None)
     feeder.end(0)
@@ -148,7 +148,27 @@ def test_blocks_of_groups(tape: Any) -> None:
     assert feeder.queue.complete() == []
     feeder.end(3)
     feeder.flush()
-    assert feeder.queue.complete() == [(None, 1)]
+    assert feeder.queue.complete() == [(None, 1, 0)]
     feeder.end(1)
     feeder.flush()
-    assert feeder.queue.complete() == [(None, 0), (None, 1)]
+    assert feeder.queue.complete() == [(None, 0, 0), (None, 1, 0)]
+
+
+@pytest.mark.parametrize(("per_step", "per_unit"), [(5, 2), (5, 5), (5, 9), (4, 1), (1, 1), (6, 3)])
+def test_units_lie_within_a_step_and_hold_every_group_once(tape: Any, per_step: int, per_unit: int) -> None:
+    feeder = Feeder(tape, ScoringQueue("run", groups_per_step=per_step, groups_per_unit=per_unit))
+    for group in range(2 * per_step):
+        feeder.dispatch(group, step=None)
+        feeder.end(group)
+        feeder.flush()
+        known = len(feeder.queue.complete())
+        if (group + 1) % per_step == 0:
+            assert known == (group + 1) // per_step * -(-per_step // min(per_unit, per_step))
+            assert not feeder.queue.begun()
+    groups: dict[Any, set[int]] = {}
+    for group in range(2 * per_step):
+        place = feeder.queue.place(f"t{group}.0", 0)
+        assert place is not None
+        groups.setdefault(place[0], set()).add(group)
+    assert sum(len(found) for found in groups.values()) == 2 * per_step
+    assert all(len({group // per_step for group in found}) == 1 and len(found) <= per_unit for found in groups.values())
