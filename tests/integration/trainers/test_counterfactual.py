@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.conftest import Tape
 from tests.recorded_batch import Recorded
+from tests.training_runs import TrainingRun, small_config
 
 from rolltape.recipes import sort_digits
 from rolltape.recipes.cli import main
@@ -21,6 +22,7 @@ from rolltape.store.lake import Lake
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.counterfactual import Counterfactual, Variant, try_variants, variants_of
+from rolltape.trainers.history import RunHistory
 
 DIS = {"epsilon_low": 0.3, "epsilon_high": 5.0}
 CHANGES: dict[str, dict[str, Any]] = {"dis": DIS, "sao": DIS}
@@ -130,3 +132,26 @@ def test_settings_are_read_by_name_and_type() -> None:
             trainer_options([wrong])
     with pytest.raises(ConfigError, match=r"trainer\.gamma: expected float"):
         trainer_options(["gamma=much"])
+
+
+@pytest.mark.timeout(600)
+def test_a_trained_batch_starts_from_the_weights_that_it_was_trained_with(tmp_path: Path) -> None:
+    """Step 5 lies two steps behind the checkpoint of step 3; what the run did comes out to the bit."""
+    made = small_config(num_steps=5)
+    with TrainingRun(tmp_path / "run", config=made) as run:
+        run.start()
+        run.wait()
+    step = RunHistory.read(run.lake, made.run_id).step(5)
+    variants = variants_of(made.trainer, ["grpo", "dis", "compaction"], {"dis": DIS, "grpo": {"pop_value": "binary"}})
+    found = try_variants(run.lake, trainer_job(made), step["batch_id"], variants)
+    assert (found.step, found.from_step, found.differences) == (5, 3, ())
+    recorded = found.tried[0].outcome
+    assert recorded is not None
+    assert recorded.loss_bits == step["loss_bits"]
+    assert recorded.weights_digest == step["weights_digest"]
+    assert not found.refused
+    rows = found.rows()
+    assert rows[0]["grad_norm"] == step["grad_norm"]
+    norms = [row["grad_norm"] for row in rows]
+    assert all(norm > 0 for norm in norms)
+    assert len({norms[0], norms[2], norms[3]}) == 3
