@@ -7,6 +7,7 @@
 #   make oracles        fetches the peers (verl, TRL, OpenRLHF) that tests/oracles compares with
 #   make lint           ruff, mypy, pyright, import rules
 #   make mutants        plants errors in the mathematics; each must make a test fail
+#   make recipes        trains every recipe beside its control and writes docs/recipes.md (about an hour)
 #   make bench          the figures of benchmarks/README.md
 #   make venv           only the set-up
 #
@@ -17,7 +18,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv oracles demo demo-smollm2 test soak lint types imports mutants bench clean
+.PHONY: help venv oracles demo demo-smollm2 test soak lint types imports mutants recipes bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -86,6 +87,9 @@ soak: $(VENV)/.installed
 
 mutants: $(VENV)/.installed
 	$(BIN)/python tests/mutants.py $(ARGS)
+
+recipes: $(VENV)/.installed
+	$(BIN)/rolltape recipes --write docs/recipes.md $(ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -13,7 +13,15 @@ from types import ModuleType
 
 import pytest
 
-from rolltape.recipes import smollm2_gsm8k, sort_digits, sort_digits_async
+from rolltape.recipes import (
+    running_max_compaction,
+    smollm2_gsm8k,
+    sort_digits,
+    sort_digits_async,
+    sort_digits_sao,
+    tool_digits_dis,
+    two_teachers_opd,
+)
 from rolltape.recipes.cli import COMMANDS
 from rolltape.recipes.config import RunConfig
 
@@ -111,6 +119,16 @@ def test_commands_run_or_at_least_parse(path: Path, folder: Path) -> None:
             run_in(folder, sys.executable, "-c", PARSE, *words[1:])
 
 
+RECIPES = [
+    running_max_compaction,
+    smollm2_gsm8k,
+    sort_digits,
+    sort_digits_async,
+    sort_digits_sao,
+    tool_digits_dis,
+    two_teachers_opd,
+]
+
 PARSE = """
 import sys
 from rolltape.recipes.cli import _parser
@@ -118,7 +136,7 @@ _parser(sys.argv[1]).parse_args(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("recipe", [sort_digits, sort_digits_async, smollm2_gsm8k])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_example_file_is_the_recipe_of_the_same_name(recipe: ModuleType) -> None:
     name = recipe.__name__.rpartition(".")[2]
     assert RunConfig.from_toml(ROOT / "recipes" / "examples" / f"{name}.toml") == recipe.config()

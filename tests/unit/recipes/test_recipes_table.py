@@ -10,11 +10,13 @@ import pytest
 from rolltape.recipes import catalogue, two_teachers_opd
 from rolltape.recipes.catalogue import RECIPES, Recipe, control_of, recipes_of, shortened
 from rolltape.recipes.commands import recipes as command
-from rolltape.recipes.config import RunConfig
+from rolltape.recipes.config import InitialSection, RunConfig
 from rolltape.recipes.figures import Figures
 from rolltape.recipes.report import report
+from rolltape.recipes.runs import trainer_job
 from rolltape.recipes.trials import CONTROLS, RECIPE, Trial, beats_its_control
 from rolltape.schema.errors import ConfigError
+from rolltape.trainers.job import InitialWeights
 
 LAKES = Path("lakes")
 LONGEST_RECIPE = 150
@@ -152,3 +154,21 @@ def test_recipes_are_chosen_by_name_in_the_catalogues_order() -> None:
 def test_seeds_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--seeds"):
         command.seeds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "environment"), [("sort_digits_up", "sort_digits"), ("sort_digits_down", "sort_digits_descending")]
+)
+def test_the_teachers_example_files_are_the_recipes_teachers(name: str, environment: str) -> None:
+    path = Path(__file__).parents[3] / "recipes" / "examples" / f"{name}.toml"
+    assert RunConfig.from_toml(path) == two_teachers_opd.teacher(environment)
+
+
+def test_weights_to_begin_with_are_named_in_a_run_and_reach_its_trainer() -> None:
+    config = RunConfig.from_dict({"model": {"initial": {"lake": "l", "run": "r", "version": "3"}}})
+    assert config.model.initial == InitialSection(lake="l", run="r", version="3")
+    assert trainer_job(config).initial == InitialWeights(lake_url="l", run_id="r", version="3")
+    assert RunConfig.from_json(config.to_json()) == config
+    assert trainer_job(RunConfig()).initial is None
+    with pytest.raises(ConfigError, match=r"model.initial"):
+        RunConfig.from_dict({"model": {"initial": "r"}})
