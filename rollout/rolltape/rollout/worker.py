@@ -144,10 +144,13 @@ class Worker:
     def _take_new_weights(self) -> None:
         """Between two turns: a worker that runs ahead goes on with what was committed meanwhile.
 
-        In lock step nothing may change: the version that a step is sampled by follows from the step.
+        In lock step nothing may change: the version that a step is sampled by follows from the step. A new run epoch
+        is adopted between two shares, and its versions after that.
         """
-        if self._config.max_lead_steps and self._config.agent.switch_between_turns and self._reader is not None:
-            self._tape.read(self._reader, 0.0)
+        if not self._config.max_lead_steps or not self._config.agent.switch_between_turns or self._reader is None:
+            return
+        self._tape.read(self._reader, 0.0)
+        if self._tape.line.epoch == self._recorder.run_epoch:
             self._weights.reconcile(self._tape)
 
     def stop(self) -> None:

@@ -250,3 +250,18 @@ def test_a_worker_that_runs_ahead_takes_new_weights_between_two_turns(stage: Sta
     for row in folded(stage.tape).segments.to_pylist():
         sampled = [v for v, is_action in zip(row["policy_versions"], row["response_mask"], strict=True) if is_action]
         assert sampled == sorted(sampled)
+
+
+def test_the_versions_of_a_new_run_epoch_wait_for_the_end_of_the_share(stage: Stage) -> None:
+    stage.begin()
+    options = {"num_turns": 6, "fail_every": 0, "delay_s": 0.02}
+    stage.worker(max_lead_steps=1, environment_options=options, agent=AgentConfig(max_turns=6))
+    stage.trainer.commit(stage.version_0)
+    stage.tape.wait_for("the first turn", lambda: stage.tape.count("action_sampled") >= PER_STEP)
+    stage.trainer.resume_run(2, continues_from_step=0)
+    stage.trainer.commit(stage.trainer.publish(0, step=0))
+    wait_for_ends(stage.tape, 2 * PER_STEP)
+    staged = [(row["policy_run_epoch"], row["run_epoch"]) for row in stage.tape.rows("weights_staged")]
+    assert staged == [(1, 1), (2, 2)]
+    for row in stage.tape.rows("action_sampled"):
+        assert all(run["run_epoch"] <= row["run_epoch"] for run in row["version_runs"])
