@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 
 from rolltape.schema import reasons
@@ -98,7 +99,7 @@ class MemberPacker:
         self._is_summary: list[bool] = []
         self._token_rewards: list[tuple[float, int, int]] = []
         self._problems: list[str | None] = []
-        self._modes: set[str] = set()
+        self._modes: set[str | None] = set()
 
     def add(self, folded: Fold, members: Sequence[Member]) -> None:
         """Add members of a fold that holds them.
@@ -108,8 +109,7 @@ class MemberPacker:
         """
         segments = TrainedSegments.of(folded, self._rules)
         index = fold_index(folded)
-        names = ("reward", "status", "problem_id", "logprobs_mode")
-        columns = {name: folded.trajectories[name].to_pylist() for name in names}
+        columns = {name: folded.trajectories[name].to_pylist() for name in ("reward", "status", "problem_id")}
         token_rewards = token_reward_rows(folded, {member.key: index[member.key] for member in members})
         matched = self._matched(folded, segments, members)
         rows: list[int] = []
@@ -129,9 +129,11 @@ class MemberPacker:
             self._rewards.append(self._rules.final_reward(columns["reward"][place], is_truncated=is_truncated))
             self._is_truncated.append(is_truncated)
             self._problems.append(columns["problem_id"][place])
-            if own:
-                self._modes.add(str(columns["logprobs_mode"][place]))
         self._is_summary += segments.is_summary[rows].tolist()
+        with_rows = [index[member.key] for member in members if segments.of_attempt(member.key)]
+        self._modes |= set(
+            folded.trajectories["logprobs_mode"].take(pa.array(with_rows, pa.int64())).unique().to_pylist()
+        )
         self._builder.add(segments.flat, rows, row_member, self._scores(matched, segments, rows))
         self._members += members
 
@@ -144,7 +146,7 @@ class MemberPacker:
         if len(self._modes) > 1:
             raise UntrainableError(
                 f"{reasons.MIXED_LOGPROBS_MODE}: expected log-probs of one declared distribution in a batch, got "
-                f"{sorted(self._modes)}; train them apart"
+                f"{sorted(map(str, self._modes))}; train them apart"
             )
         more: dict[str, Any] = {}
         if self._book is not None:

@@ -42,7 +42,7 @@ class TrainedSegments:
         """Those that ``rules`` train; without tokens of its own left to train, a segment is none of them."""
         segments = folded.segments
         flat = FlatSegments.of(segments)
-        is_summary = np.asarray(segments["segment_kind"].to_numpy() == SUMMARY, np.bool_)
+        is_summary = np.asarray(pc.equal(segments["segment_kind"], SUMMARY), np.bool_)
         numbers = np.asarray(segments["segment_index"], np.int32)
         is_last = np.append(numbers[1:] <= numbers[:-1], np.ones(min(1, len(numbers)), np.bool_))
         # A rollout may end in a summary, as one that was cut off does: nothing rejected it, it is the last action.
@@ -53,7 +53,8 @@ class TrainedSegments:
         if not rules.train_rejected_summaries:
             trained &= ~is_rejected
         chosen = np.flatnonzero(trained)
-        taken = segments.select(["trajectory_id", "attempt"]).take(chosen)
+        taken = segments.select(["trajectory_id", "attempt"])
+        taken = taken if len(chosen) == len(taken) else taken.take(chosen)
         found: dict[Attempt, list[int]] = {}
         # A fold's rows are ordered by (run, trajectory, attempt, segment).
         keys = zip(taken["trajectory_id"].to_pylist(), taken["attempt"].to_pylist(), strict=True)
