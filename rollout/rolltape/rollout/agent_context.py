@@ -55,6 +55,11 @@ class Context:
         """The ids, int32 [L]."""
         return joined(self.spans)
 
+    @property
+    def last_id(self) -> int:
+        """The last id."""
+        return next(int(span.token_ids[-1]) for span in reversed(self.spans) if len(span.token_ids))
+
     def __len__(self) -> int:
         return length_of(self.spans)
 

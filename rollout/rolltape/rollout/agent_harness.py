@@ -100,8 +100,7 @@ class AgentHarness(Harness):
 
     def observation(self, context: Context, text: str, problem: Problem) -> Int32:
         """Ids of a text that follows what the context holds, int32."""
-        last = int(context.token_ids[-1])
-        return self.renderer.observation(text, last, is_chat=bool(problem.messages))
+        return self.renderer.observation(text, context.last_id, is_chat=bool(problem.messages))
 
     def placeholder(self, step: Step, problem: Problem) -> Span:
         """What takes the place of a step's observation."""

@@ -172,6 +172,34 @@ def test_a_worker_that_died_comes_back_to_the_same_bits(stage: Stage, tmp_path: 
     assert len(stage.tape.rows("reward_assigned")) == PER_STEP
 
 
+@pytest.mark.parametrize("dies_at", [None, ("reward_assigned", 5), ("rollout_ended", 5)])
+def test_a_control_gets_the_rewards_of_others_and_the_same_ones_after_a_crash(
+    stage: Stage, tmp_path: Path, dies_at: tuple[str, int] | None
+) -> None:
+    stage.begin()
+    first = stage.worker(shuffle_rewards=True, dies_at=dies_at)
+    stage.trainer.commit(stage.version_0)
+    if dies_at is not None:
+        assert isinstance(first.join().error, Killed)
+        stage.worker(shuffle_rewards=True)
+    stage.tape.wait_for("all to end", lambda: len(ended(stage)) == PER_STEP)
+    true = undisturbed(tmp_path / "true")
+    control = stage.contents(1)
+    assert {place: row[:3] for place, row in control.items()} == {place: row[:3] for place, row in true.items()}
+    rewards = [[row[3] for _, row in sorted(of.items())] for of in (control, true)]
+    assert rewards[0] != rewards[1]
+    assert sorted(rewards[0]) == sorted(rewards[1])
+    assert control == undisturbed(tmp_path / "control", shuffle_rewards=True)
+    scorers = {component["scorer"] for row in stage.tape.rows("reward_assigned") for component in row["components"]}
+    assert scorers == {"sort_digits-shuffled"}
+
+
+def ended(stage: Stage) -> set[tuple[str, int]]:
+    """Attempts that have ended and were not abandoned."""
+    gone = {(row["trajectory_id"], row["attempt"]) for row in stage.tape.rows("attempt_abandoned")}
+    return {(row["trajectory_id"], row["attempt"]) for row in stage.tape.rows("rollout_ended")} - gone
+
+
 def test_a_batch_that_was_half_recorded_is_completed_row_by_row(stage: Stage, tmp_path: Path) -> None:
     """Batches of one group each; the worker dies in the second one, after two of its four rollouts have ended."""
     stage.begin()

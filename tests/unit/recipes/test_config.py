@@ -61,6 +61,19 @@ def test_refused_by_name(data: dict[str, Any], named: str) -> None:
         RunConfig.from_dict(data)
 
 
+def test_budgets_of_agents_come_out_of_the_file_as_they_went_in(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        "[agent]\nmax_turns = 5\n[agent.compaction]\nmax_compactions = 1\nthreshold = 9\n", encoding="utf-8"
+    )
+    with pytest.raises(ConfigError, match=r"agent\.compaction\.max_summary_tokens: expected 1 or more"):
+        RunConfig.from_toml(recipe)
+    recipe.write_text(recipe.read_text(encoding="utf-8") + "max_summary_tokens = 4\n", encoding="utf-8")
+    config = RunConfig.from_toml(recipe)
+    assert (config.agent.max_turns, config.agent.compaction.threshold, config.agent.compaction.keep_recent) == (5, 9, 2)
+    assert RunConfig.from_json(config.to_json()) == config
+
+
 def test_a_plain_secret_is_refused_and_not_shown() -> None:
     with pytest.raises(ConfigError, match=r"environment\.options\.judge\.api_key") as caught:
         RunConfig.from_dict({"environment": {"options": {"judge": {"api_key": SECRET}}}})

@@ -140,6 +140,25 @@ def test_the_fold_reads_back_what_the_engine_said() -> None:
     assert [trajectories[f"t{row}"]["status"] for row in range(3)] == ["completed", "completed", "truncated"]
 
 
+def test_an_action_that_the_engine_broke_off_is_no_answer() -> None:
+    sampling = SamplingConfig(max_tokens=4, stop_token_ids=(END,))
+    assembly = BatchAssembly(requests(3), sampling, VERSIONS[0])
+    assembly.append(np.arange(3), np.array([3, END, 4]), np.zeros(3, dtype=np.float32), None)
+    assembly.interrupt(np.array([0]))
+    assert assembly.unfinished(np.arange(3)).tolist() == [False, False, True]
+    assembly.append(np.arange(3), np.array([5, 5, 5]), np.zeros(3, dtype=np.float32), None)
+    generations = assembly.finish()
+    assert [g.token_ids.tolist() for g in generations] == [[3], [END], [4, 5]]
+    assert generations.finish_reasons == ("abort", "stop", "length")
+    rows = fold(recorded(generations, sampling)).trajectories.to_pylist()
+    assert [(row["status"], row["cause"]) for row in rows] == [
+        ("aborted", "interrupted"),
+        ("completed", "stop_token"),
+        ("truncated", "max_tokens"),
+    ]
+    assert [row["untrainable_reasons"] for row in rows] == [["aborted"], [], []]
+
+
 def test_two_versions_are_two_runs_of_one_action() -> None:
     sampling = SamplingConfig(max_tokens=4, stop_token_ids=(END,))
     generations = assemble(TABLE, sampling, switches={2: 1})
