@@ -59,9 +59,7 @@ class Rollouts:
         """``run_started``, and a problem for each name with its domain."""
         tokenizer = build_tokenizer(MODEL)
         digests = {"file_digest": tokenizer.file_digest, "behaviour_digest": behaviour_digest(tokenizer)}
-        self.recorder.record(
-            "run_started", purpose="train", seed=0, vocab_size=tokenizer.vocab_size, tokenizer=digests
-        )
+        self.recorder.record("run_started", purpose="train", seed=0, vocab_size=tokenizer.vocab_size, tokenizer=digests)
         self.register(domains)
 
     def register(self, domains: Mapping[str, str | None]) -> None:
@@ -118,6 +116,29 @@ class Rollouts:
         """A whole group."""
         self.act(self.dispatch(problem, **options))
 
+    def rewritten(self, problem: str) -> tuple[list[list[int]], list[list[int]]]:
+        """A lone rollout whose context is replaced after its first action; contexts and responses of its segments."""
+        identity, context = self.dispatch(problem, size=1)
+        own = {name: value[0] if isinstance(value, list) else value for name, value in identity.items()}
+        contexts, responses = [context, [1, 4, 9]], [self._ids(3), self._ids(4)]
+        for segment, (before, sampled) in enumerate(zip(contexts, responses, strict=True)):
+            if segment:
+                self.recorder.record(
+                    "context_rewritten", **own, segment_index=segment, reason="compaction", context_token_ids=before
+                )
+            self.recorder.record(
+                "action_sampled", **own, segment_index=segment, turn_index=segment, token_ids=sampled,
+                rollout_log_probs=[-0.5] * len(sampled), action_kind="execution", sampling=SAMPLING,
+                version_runs=[{"start": 0, "length": len(sampled), **VERSION}], prefix_length=len(before),
+                prefix_digest=prefix_digest(before), prefix_source="engine",
+            )  # fmt: skip
+        num = sum(map(len, responses))
+        self.recorder.record(
+            "rollout_ended", **own, status="completed", num_action_tokens=num, num_observation_tokens=0
+        )
+        self.recorder.flush("logged")
+        return contexts, responses
+
     def finish(self) -> None:
         """The run's last step: the service leaves."""
         metrics = [{"name": "final", "value": 1.0}]
@@ -147,6 +168,7 @@ class Serving:
 
     def __init__(self, log: EventLog, absent: set[str] | None = None, **changes: Any) -> None:
         self.config = dataclasses.replace(CONFIG, **changes)
+        build_model(MODEL, 0)  # what is slow to import is imported before anybody waits
         self.absent = absent or set()
         self.recorder = Recorder(log, producer_id=self.config.producer_id, run_id="run")
         student = Vocabulary.of(build_tokenizer(MODEL))

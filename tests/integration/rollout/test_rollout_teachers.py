@@ -84,6 +84,22 @@ def test_each_domain_is_scored_by_its_own_teacher_at_the_very_ids(stage: Stage) 
     assert routes["up"]["tokenizer_digest"] == routes["up"]["student_tokenizer_digest"]
 
 
+def test_every_segment_is_scored_under_its_own_context(stage: Stage) -> None:
+    stage.serve()
+    contexts, responses = stage.rollouts.rewritten("p-down")
+    stage.rollouts.wait_for_scores(2)
+    rows = sorted(stage.rollouts.scores(), key=lambda row: row["segment_index"])
+    assert [row["segment_index"] for row in rows] == [0, 1]
+    assert [row["scored_token_ids"] for row in rows] == responses
+    assert [row["prefix_digest"] for row in rows] == [prefix_digest(context) for context in contexts]
+    assert [row["start_position"] for row in rows] == [len(context) for context in contexts]
+    scorer = made_teacher(SEEDS["teacher-down"]).scorer
+    for row, context, response in zip(rows, contexts, responses, strict=True):
+        ids = torch.tensor(context + response)
+        expected = scorer.score(ids, torch.tensor([0, len(ids)]))[len(context) :]
+        np.testing.assert_allclose(row["log_probs"], expected.numpy(), atol=1e-6)
+
+
 def test_the_service_ends_with_the_run_and_when_told_to(stage: Stage) -> None:
     stage.serve().stop()
     assert stage.running[0].status == TERMINATED
