@@ -52,14 +52,16 @@ def run_step(config: TrainerConfig, *, is_sharded: bool, is_reordered: bool, ste
     made = learner(config)
     ranks = sharded(made, config) if is_sharded else ONE_PROCESS
     on = reordered(batch(), ROWS, MEMBERS) if is_reordered else batch()
-    for number in range(1, steps + 1):
-        outcome = train_step(made, on, config, step=number, temperature=TEMPERATURE, ranks=ranks, scorers=scorers())
+    outcomes = [
+        train_step(made, on, config, step=number, temperature=TEMPERATURE, ranks=ranks, scorers=scorers())
+        for number in range(1, steps + 1)
+    ]
     weights = dict(named_weights(made.model))
     if made.critic is not None:
         weights |= {f"critic/{name}": weight for name, weight in named_weights(made.critic.model).items()}
     whole = ranks.whole(weights)
     return Found(
-        outcome,
+        outcomes[-1],
         gradients(made, ranks),
         {name: whole[name].clone() for name in whole},
         None if made.critic is None else made.critic.counts,

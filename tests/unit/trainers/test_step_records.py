@@ -57,8 +57,7 @@ def test_parts_of_an_advantage_are_on_the_tape_apart(name: str) -> None:
     build_batch("tokens_trained", columns)
     extra = columns.keys() & {"task_advantages", "teacher_gaps", "divergences", "values", "value_targets"}
     assert extra == APART[name].keys()
-    starts = batch().cu_seqlens[:-1] + batch().context_lengths
-    response = torch.cat([torch.arange(a, b) for a, b in zip(starts, batch().cu_seqlens[1:], strict=True)])
+    response = _response()
     for column, part in APART[name].items():
         np.testing.assert_array_equal(columns[column].flatten().to_numpy(), outcome.parts[part][response].numpy())
 
@@ -76,8 +75,8 @@ def test_values_and_their_targets_are_on_the_tape(name: str) -> None:
 
 
 def _response() -> torch.Tensor:
-    starts = batch().cu_seqlens[:-1] + batch().context_lengths
-    return torch.cat([torch.arange(a, b) for a, b in zip(starts, batch().cu_seqlens[1:], strict=True)])
+    starts = (batch().cu_seqlens[:-1] + batch().context_lengths).tolist()
+    return torch.cat([torch.arange(a, b) for a, b in zip(starts, batch().cu_seqlens[1:].tolist(), strict=True)])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
