@@ -26,9 +26,15 @@ _HELDOUT = """
            count(DISTINCT event_id) FILTER (WHERE component.name = 'exact' AND component.value = 1) AS num_right
     FROM judged GROUP BY ALL ORDER BY domain, is_first
 """
-_SECONDS = (
-    "SELECT date_diff('millisecond', min(recorded_at), max(recorded_at)) / 1e3 FROM events WHERE run_id = '{run_id}'"
-)
+# Of a run that was broken off and went on later, the pause is not counted.
+_SECONDS = """
+    WITH gaps AS (
+        SELECT date_diff('millisecond', lag(recorded_at) OVER (ORDER BY recorded_at), recorded_at) AS gap
+        FROM events WHERE run_id = '{run_id}'
+    )
+    SELECT sum(least(gap, {longest_gap_ms})) / 1e3 FROM gaps WHERE gap IS NOT NULL
+"""
+_LONGEST_GAP_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +49,7 @@ class Figures:
     """By domain, the last version."""
     num_steps: int
     seconds: float
-    """From the run's first event to its last, starts of its processes included."""
+    """From the run's first event to its last, starts of its processes included; silence counts a minute at most."""
     trusted_share: float | None
     """Of all action tokens that were trained on; None: none were."""
 
@@ -75,7 +81,7 @@ def figures_of(lake: Lake, run_id: str) -> Figures:
     history = RunHistory.read(lake, run_id)
     quoted = run_id.replace("'", "''")
     found = lake.sql(_HELDOUT.format(run_id=quoted)).arrow().to_pylist()
-    seconds = lake.sql(_SECONDS.format(run_id=quoted)).arrow().column(0)[0].as_py()
+    seconds = lake.sql(_SECONDS.format(run_id=quoted, longest_gap_ms=_LONGEST_GAP_MS)).arrow().column(0)[0].as_py()
     return Figures(
         run_id=run_id,
         seed=history.started["seed"],

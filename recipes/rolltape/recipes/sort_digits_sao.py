@@ -12,7 +12,9 @@ def config(*, run_id: str = "sort-digits-sao", seed: int = 0, max_steps: int = 2
         run_id=run_id,
         seed=seed,
         model=ModelSection(name="char-64x2"),
-        environment=EnvironmentSection(name="sort_digits", options={"num_digits": 2, "num_heldout": 20}),
+        environment=EnvironmentSection(
+            name="sort_digits", options={"num_digits": 2, "num_symbols": 7, "num_heldout": 12}
+        ),
         rollout=RolloutSection(
             groups_per_step=128,
             group_size=1,

@@ -52,7 +52,10 @@ def test_a_recipe_and_its_control_are_trained_and_read_from_their_tapes(found: l
         figures = trial.figures
         assert (figures.seed, figures.num_steps) == (5, NUM_STEPS)
         assert figures.before.keys() == figures.after.keys() == {"sorting"}
-        assert figures.seconds > 0
+        took = lake_of(folder, figures.run_id).sql(
+            "SELECT epoch(max(recorded_at)) - epoch(min(recorded_at)) FROM events"
+        )
+        assert 0 < figures.seconds <= took.arrow().column(0)[0].as_py() + 0.1
         assert figures.trusted_share is not None
         assert 0.9 < figures.trusted_share <= 1
         recorded = lake_of(folder, figures.run_id).read("evaluation_completed")["evaluation_completed"].to_pylist()

@@ -23,7 +23,7 @@ LONGEST_RECIPE = 150
 
 
 def figures(seed: int, after: float | Mapping[str, float]) -> Figures:
-    by_domain = {"sorting": after} if isinstance(after, float) else dict(after)
+    by_domain = after if isinstance(after, Mapping) else {"sorting": after}
     return Figures(
         run_id="r",
         seed=seed,
