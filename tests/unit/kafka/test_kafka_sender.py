@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -412,3 +413,46 @@ def test_a_refusal_for_size_makes_the_topics_looked_at_again(producer: Producer,
     brokers.events()[0].decide(RecordTooLargeError("the brokers' limit is lower"))
     wait_for(lambda: producer.num_refreshed)
     wait_for(lambda: isinstance(producer.sender.error, RecordTooLargeError))
+
+
+def only_the_caller_sends(producer: Producer, patch: pytest.MonkeyPatch) -> None:
+    """Let the sender's thread do nothing from now on."""
+    sender: Any = producer.sender
+    with sender._lock:
+        patch.setattr(sender, "_round", lambda: False)
+
+
+def test_what_comes_while_others_are_on_their_way_goes_together(producer: Producer, brokers: PlayedBrokers) -> None:
+    brokers.acknowledges = False
+    producer.send(0)
+    wait_for(lambda: brokers.firsts() == [0])
+    with pytest.MonkeyPatch.context() as patch:
+        only_the_caller_sends(producer, patch)
+        producer.send(1, 2, 3)
+        assert brokers.firsts() == [0]
+    brokers.events()[0].decide()
+    wait_for(lambda: brokers.firsts() == [0, 1, 2, 3])
+    for pending in brokers.events()[1:]:
+        pending.decide()
+    producer.wait(3)
+
+
+def test_many_bytes_do_not_wait_for_an_acknowledgement(producer: Producer, brokers: PlayedBrokers) -> None:
+    brokers.acknowledges = False
+    producer.send(0)
+    wait_for(lambda: brokers.firsts() == [0])
+    numbers = itertools.count(1)
+
+    def sends_at_once() -> bool:
+        producer.send(next(numbers))
+        return brokers.firsts()[1:2] == [1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rolltape.ingest.kafka.sender._BURST_BYTES", 1)
+        only_the_caller_sends(producer, patch)
+        # The thread may hold the lock for a moment; then the next record takes this one along.
+        wait_for(sends_at_once)
+    for pending in brokers.events():
+        pending.decide()
+    brokers.acknowledges = True
+    producer.wait(next(numbers) - 1)

@@ -45,6 +45,7 @@ class KafkaProducer:
         self._lock = threading.Lock()
         self._sent: dict[Lane, int] = {}
         self._sent_bytes = 0
+        self._looked_at_bytes = 0
         self._closed = False
         config = log.client.config
         # The sender tries again by itself, and must be able to end in time.
@@ -60,9 +61,12 @@ class KafkaProducer:
     @property
     def unacknowledged_bytes(self) -> int:
         """Spooled bytes of this epoch that the brokers have not acknowledged."""
-        found = self._sent_bytes - self._sender.confirmed_bytes
-        if found:
+        sent = self._sent_bytes
+        found = sent - self._sender.confirmed_bytes
+        # Who sends takes acknowledgements too; who only looks has the sender's thread take them.
+        if found and sent == self._looked_at_bytes:
             self._sender.nudge()
+        self._looked_at_bytes = sent
         return found
 
     def send(self, record: Record) -> None:

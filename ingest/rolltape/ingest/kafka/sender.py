@@ -50,6 +50,7 @@ _RESCAN_S: Final = 0.05
 _FIRST_BACKOFF_S: Final = 0.05
 _LAST_BACKOFF_S: Final = 2.0
 _MIN_ROOM: Final = 64 << 10
+_BURST_BYTES: Final = 1 << 20
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -143,7 +144,9 @@ class Sender:
     def hand_over(self, record: Record, pairs: Headers, place: Appended) -> None:
         """Tell of a record that was just spooled at ``place``; by one thread at a time, in the spool's order.
 
-        It is sent at once where that is possible. Where the brokers are behind, only the spool keeps it.
+        Where nothing is on its way it is sent at once, else with others once something was acknowledged or they are
+        many: a request costs the client more than the bytes in it. Where the brokers are behind, only the spool keeps
+        it.
         """
         if self._handed_bytes - self._taken_bytes < self._room:
             start = Place(place.segment, place.offset)
@@ -156,6 +159,8 @@ class Sender:
         try:
             if self._is_quiet():
                 self._reap()
+                if self._gathers():
+                    return
                 self._stage_handed()
                 self._send_ready(at_length=False)
         except Exception as error:  # noqa: BLE001  # the record is spooled; the thread sends it again
@@ -164,6 +169,10 @@ class Sender:
             self._lock.release()
         if self._ready or self._handed or self._failed is not None:
             self._wake.set()
+
+    def _gathers(self) -> bool:
+        """Whether what was handed over may wait for more: the next acknowledgement wakes the thread, which sends it."""
+        return bool(self._in_flight) and self._handed_bytes - self._taken_bytes < _BURST_BYTES
 
     def _is_quiet(self) -> bool:
         """Whether nothing stands before what was handed over but what is on its way."""
