@@ -182,8 +182,6 @@ def _replace(lake: Lake, snapshot: Snapshot, runs: Sequence[Sequence[DataFile]])
         )
 
     commit = lake.commit(write, allowed)
-    for file in removed:
-        parquet.forget_footer(lake.table.child(file.path))
     return Compaction(version=commit.version, removed=tuple(removed), added=commit.files)
 
 
@@ -195,11 +193,12 @@ def _is_known(lake: Lake, data_file: DataFile) -> bool:
     """Whether this version knows every field of the file; rewriting others would lose what a newer version wrote."""
     if data_file.path in lake.recent:
         return True
-    with parquet.open_file(lake.table.child(data_file.path), data_file.size_bytes) as file:
-        ours = arrow_schema(data_file.kind)
-        return all(
-            field.name in ours.names and _covers(ours.field(field.name).type, field.type) for field in file.schema_arrow
-        )
+    place = lake.table.child(data_file.path)
+    with parquet.open_file(place, data_file.size_bytes) as file:
+        theirs, ours = file.schema_arrow, arrow_schema(data_file.kind)
+    # Of files that are many and about to go, no footer is kept.
+    parquet.forget_footer(place)
+    return all(field.name in ours.names and _covers(ours.field(field.name).type, field.type) for field in theirs)
 
 
 def _covers(ours: pa.DataType, theirs: pa.DataType) -> bool:

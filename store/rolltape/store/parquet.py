@@ -9,7 +9,7 @@ neighbours.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
@@ -198,24 +198,41 @@ def write_groups(writer: pq.ParquetWriter, kind: str, table: pa.Table) -> None:
         start = end
 
 
-def merged_options(kind: str, footers: Sequence[pq.FileMetaData]) -> dict[str, Any]:
+class Written(NamedTuple):
+    """Paths of a file's leaf columns: all of them that are ``split`` (BYTE_STREAM_SPLIT), and all that hold something.
+
+    All row groups of a file are written alike, and what holds nothing is not compressed.
+    """
+
+    split: frozenset[str]
+    filled: frozenset[str]
+
+
+def written_as(footer: pq.FileMetaData) -> Written:
+    """How the columns of a file were written."""
+    if not footer.num_row_groups:
+        return Written(frozenset(), frozenset())
+    columns = [footer.row_group(0).column(number) for number in range(footer.num_columns)]
+    return Written(
+        frozenset(column.path_in_schema for column in columns if "BYTE_STREAM_SPLIT" in column.encodings),
+        frozenset(column.path_in_schema for column in columns if column.compression != "UNCOMPRESSED"),
+    )
+
+
+def merged_options(kind: str, sources: Sequence[Written]) -> dict[str, Any]:
     """How the columns of a file that holds the rows of several files are encoded and compressed.
 
-    Floats are split only where they are in all of these files (see :func:`_is_full`), and a column that none of them
-    compresses holds nothing. All row groups of a file are written alike.
+    Floats are split only where they are in all of these files (see :func:`_is_full`).
     """
-    split: Counter[str] = Counter()
-    filled: set[str] = set()
-    groups = [footer.row_group(0) for footer in footers if footer.num_row_groups]
-    for group in groups:
-        for column in (group.column(number) for number in range(group.num_columns)):
-            path = column.path_in_schema
-            split[path] += "BYTE_STREAM_SPLIT" in column.encodings
-            if column.compression != "UNCOMPRESSED":
-                filled.add(path)
-    leaves = _leaves_of(kind)
-    nulls = tuple(leaf.path for leaf in leaves if leaf.path not in filled)
-    return _options(kind, nulls, tuple(leaf.path for leaf in leaves if split[leaf.path] == len(groups)), False)
+    filled = frozenset[str]().union(*(source.filled for source in sources))
+    split = filled.intersection(*(source.split for source in sources))
+    leaves = [leaf.path for leaf in _leaves_of(kind)]
+    return _options(
+        kind,
+        tuple(path for path in leaves if path not in filled),
+        tuple(path for path in leaves if path in split),
+        False,
+    )
 
 
 def schema_of(kind: str, names: Collection[str]) -> pa.Schema:
