@@ -28,10 +28,14 @@ def _libc() -> Any:
 
 
 def limit_arenas(number: int = 2) -> None:
-    """Let all threads of this process share ``number`` arenas from now on."""
+    """Let all threads of this process share ``number`` arenas from now on, and Arrow's buffers lie in them too.
+
+    Arrow's own pool keeps what each thread freed for that thread, and gives back what one of them holds.
+    """
     library = _libc()
     if library is not None:
         library.mallopt(_M_ARENA_MAX, number)
+        pa.set_memory_pool(pa.system_memory_pool())
 
 
 def give_back() -> None:
