@@ -43,10 +43,10 @@ def config(method: str) -> RunConfig:
 def runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[TrainingRun, TrainingRun]]:
-    """A run that nobody disturbs, and one whose trainer dies at steps 2, 5 and 6: once in each of its windows."""
+    """A run that nobody disturbs, and one whose trainer dies at steps 0, 2 and 5: once in each of its windows."""
     made = config(request.param)
     tmp_path = tmp_path_factory.mktemp(request.param)
-    windows = ("after_step_event:2", "after_committed:3", "after_checkpoint:2")
+    windows = ("after_checkpoint:1", "after_step_event:2", "after_committed:3")
     plan = ",".join(f"{window}:{tmp_path / window.partition(':')[0]}" for window in windows)
     crash = {"trainer": {"ROLLTAPE_CRASH": plan}}
     with (
