@@ -165,10 +165,10 @@ class _Sources:
 
 
 def _picked(table: pa.Table, rows: npt.NDArray[np.int64]) -> pa.Table:
+    """The rows of a row group; a copy where they are few of it, as a slice would keep all of it in memory."""
     first, last = int(rows[0]), int(rows[-1])
-    if last - first == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
-        return table.slice(first, len(rows))
-    return rows_at(table, rows)
+    is_slice = last - first == len(rows) - 1 and bool((np.diff(rows) == 1).all())
+    return table.slice(first, len(rows)) if is_slice and 2 * len(rows) > table.num_rows else rows_at(table, rows)
 
 
 def _whole_groups(kind: str, parts: Iterator[pa.Table]) -> Iterator[pa.Table]:
