@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rolltape.ingest.embedded import EmbeddedLog
 from rolltape.ingest.recorder import Recorder
-from rolltape.numerics.models import ModelSpec, build_model, model_spec
+from rolltape.numerics.models import ModelSpec, build_model, model_parts, model_spec
 from rolltape.numerics.weights import named_weights, save_shards
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location
@@ -31,9 +33,10 @@ class EndedRun:
         """Publish weights made from a seed, logits times ``sharpness``; gives their digest."""
         epoch = self.recorder.run_epoch
         path = f"weights/{self.run_id}/{epoch:04d}-{version:08d}"
-        manifest = save_shards(
-            self.lake.location.child(*path.split("/")), named_weights(build_model(self._model, seed))
-        )
+        model = build_model(self._model, seed)
+        with torch.no_grad():
+            model_parts(model).output_weight.mul_(sharpness)
+        manifest = save_shards(self.lake.location.child(*path.split("/")), named_weights(model))
         fields: dict[str, Any] = {
             "policy_id": "actor", "policy_run_epoch": epoch, "version": version, "role": "actor", "payload": "full",
             "step": version if step is None else step, "path": path, **manifest.to_fields(),
