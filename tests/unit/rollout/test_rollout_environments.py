@@ -43,6 +43,7 @@ def test_splits_share_no_problem_and_do_not_change(name: str) -> None:
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_reference_answer_is_correct_and_earns_the_most(name: str) -> None:
     environment = make_environment(name, {}, 0)
+    assert isinstance(environment, Environment)
     for problem in (*environment.problems("train"), *environment.problems("heldout")):
         text = problem.answer if name == "sort_digits" else f"#### {problem.answer}"
         answer = Answer(text=text, ended=True)
