@@ -39,6 +39,13 @@ def rule_component(
     )
 
 
+def rule_components(
+    values: Iterable[tuple[str, float, float]], *, scorer: str, version: str
+) -> tuple[RewardComponent, ...]:
+    """A required component for each (name, value, weight)."""
+    return tuple(rule_component(name, value, weight, scorer=scorer, version=version) for name, value, weight in values)
+
+
 def failed_component(scorer: str, version: str, error: BaseException) -> RewardComponent:
     """What takes the place of components whose verifier failed: a required one is missing, so the reward is invalid.
 

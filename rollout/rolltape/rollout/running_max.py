@@ -114,10 +114,7 @@ class _Rounds(Episode):
             ("rounds", sum(self._right) / total, config.rounds_weight),
             ("exact", self._right[-1] if reached_the_end else 0.0, config.exact_weight),
         )
-        return tuple(
-            rewards.rule_component(name, value, weight, scorer=RunningMax.name, version=RunningMax.version)
-            for name, value, weight in values
-        )
+        return rewards.rule_components(values, scorer=RunningMax.name, version=RunningMax.version)
 
 
 def _split_problems(config: RunningMaxConfig, seed: int) -> dict[Split, tuple[Problem, ...]]:

@@ -123,10 +123,7 @@ class _Lookup(Episode):
             ("positions", self._positions, 1.0 - config.lookup_weight - config.exact_weight),
             ("exact", self._exact, config.exact_weight),
         )
-        return tuple(
-            rewards.rule_component(name, value, weight, scorer=ToolDigits.name, version=ToolDigits.version)
-            for name, value, weight in values
-        )
+        return rewards.rule_components(values, scorer=ToolDigits.name, version=ToolDigits.version)
 
 
 def _parts(problem_id: str) -> tuple[int, str]:
