@@ -13,6 +13,7 @@ from rolltape.ingest import staging
 from rolltape.ingest.archive import Archive
 from rolltape.ingest.memory import MemoryTarget
 from rolltape.ingest.stamping import Place, by_partition
+from rolltape.ingest.together import decode_together
 from rolltape.schema.build import build_batch
 from rolltape.schema.codec import Record, make_record
 from rolltape.schema.cursor import Partition
@@ -123,11 +124,10 @@ def test_a_sound_batch_is_decoded_once_a_kind(monkeypatch: pytest.MonkeyPatch) -
     lanes = Lanes(random.Random(1))
     records = [lanes.record() for _ in range(60)]
     calls: list[int] = []
-    decode = staging.decode_together
 
     def counted(waiting: Any, limits: Any) -> Any:
         calls.append(len(waiting))
-        return decode(waiting, limits)
+        return decode_together(waiting, limits)
 
     monkeypatch.setattr(staging, "decode_together", counted)
     monkeypatch.setattr(staging.Staging, "_admit_alone", lambda *_: pytest.fail("one was looked at alone"))
