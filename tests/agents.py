@@ -225,3 +225,14 @@ class Bench:
 
     def close(self) -> None:
         self.recorder.close()
+
+
+def check_provenance(bench: Bench) -> None:
+    """What a rewrite says it copied is what the event that it names has."""
+    tokens = {row["event_id"]: row["token_ids"] for row in bench.rows_of("action_sampled")}
+    tokens |= {row["event_id"]: row["token_ids"] for row in bench.rows_of("observation_received")}
+    tokens |= {row["event_id"]: row["prompt_token_ids"] for row in bench.rows_of("rollout_started")}
+    for row in bench.rows_of("context_rewritten"):
+        for span in row["provenance"]:
+            copied = row["context_token_ids"][span["start"] : span["start"] + span["length"]]
+            assert copied == tokens[span["event_id"]][span["source_start"] :][: span["length"]]

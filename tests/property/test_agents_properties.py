@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.agents import END, Bench, Line, ScriptedEnvironment, component
+from tests.agents import END, Bench, Line, ScriptedEnvironment, check_provenance, component
 
 from rolltape.rollout.agent_config import CompactionConfig
 from rolltape.rollout.agent_environment import Observation, Reply
@@ -124,14 +124,3 @@ def check_contexts(bench: Bench) -> None:
     """No call of the engine was given more than the budget leaves room for."""
     for row in bench.rows_of("action_sampled"):
         assert row["prefix_length"] + row["sampling"]["max_tokens"] <= bench.harness.budget
-
-
-def check_provenance(bench: Bench) -> None:
-    """What a rewrite says it copied is what the event that it names has."""
-    tokens = {row["event_id"]: row["token_ids"] for row in bench.rows_of("action_sampled")}
-    tokens |= {row["event_id"]: row["token_ids"] for row in bench.rows_of("observation_received")}
-    tokens |= {row["event_id"]: row["prompt_token_ids"] for row in bench.rows_of("rollout_started")}
-    for row in bench.rows_of("context_rewritten"):
-        for span in row["provenance"]:
-            copied = row["context_token_ids"][span["start"] : span["start"] + span["length"]]
-            assert copied == tokens[span["event_id"]][span["source_start"] :][: span["length"]]

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from tests.agents import Bench, ScriptedEnvironment, hidden, shown
+from tests.agents import Bench, ScriptedEnvironment, check_provenance, hidden, shown
 
 from rolltape.rollout.agent_config import AgentConfig, CompactionConfig
 from rolltape.rollout.agent_context import Context, Span, Step
@@ -68,20 +68,6 @@ def check_whole(bench: Bench, folded: Fold) -> None:
         by_index.setdefault(row["segment_index"], []).extend(row["token_ids"])
     assert by_index == dict(enumerate(of_segments)), "segments of the envelope are those of the fold"
     check_provenance(bench)
-
-
-def check_provenance(bench: Bench) -> None:
-    """What a rewrite says it copied is what the event that it names has."""
-    tokens = {}
-    for row in bench.events():
-        tokens[row["event_id"]] = row.get("token_ids") or row.get("prompt_token_ids") or []
-    for row in rewrites(bench):
-        context, covered = row["context_token_ids"], 0
-        for span in row["provenance"]:
-            assert span["start"] >= covered
-            covered = span["start"] + span["length"]
-            source = tokens[span["event_id"]][span["source_start"] :][: span["length"]]
-            assert source == context[span["start"] : covered]
 
 
 @pytest.mark.parametrize(("used", "asks"), [(55_296, False), (55_297, True)])
