@@ -84,6 +84,14 @@ def test_a_domain_at_its_limit_is_none_and_one_without_a_number_is_one() -> None
     assert [alarm.subject for alarm in watched.step(2, domain("not", 1.0))] == ["not"]
 
 
+def test_a_domain_whose_tokens_nobody_scored_is_told_by_its_exact_divergence() -> None:
+    """As under `opd_form` full: no log-prob of a sampled token is on the tape, so there is no estimate of it."""
+    watched = alarms(alarm_domain_kl_above=0.1)
+    near, far = {"domain/near/divergence": 0.04}, {"domain/far/divergence": 0.19}
+    found = watched.step(1, {**domain("near", NAN), **near, **domain("far", None), **far})
+    assert [(alarm.subject, alarm.value) for alarm in found] == [("far", 0.19)]
+
+
 def test_a_resumed_run_goes_on_where_it_was_and_names_the_same_alarms() -> None:
     limits: dict[str, Any] = {"alarm_entropy_below": 0.5, "alarm_domain_kl_above": 0.1, "alarm_ema": 0.5}
     steps: list[dict[str, float]] = [{"entropy_mean": value, **domain("d", 0.3)} for value in (1, 0, 0, 0, 0, 1, 1, 0)]

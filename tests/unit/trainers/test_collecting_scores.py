@@ -139,6 +139,18 @@ def test_an_overdue_group_is_trained_with_the_members_that_are_scored(log: Memor
     assert drops(found) == [(f"g000-{member}", 0, reasons.TEACHER_SCORE_MISSING) for member in (0, 3)]
 
 
+def test_a_route_that_comes_late_lets_go_of_the_groups_that_wait_for_it(log: MemoryLog) -> None:
+    """Where distributions are scored on demand no score follows the route: nothing else would wake the groups."""
+    full = BatchRules.of(TrainerConfig(algorithm="opd", opd_form="full"))
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1, batch=full)
+    worker.whole(0)
+    with pytest.raises(NothingMore):
+        trainer.gather()
+    worker.route()
+    found = trainer.gather()
+    assert (groups(found), drops(found)) == (["g000"], [])
+
+
 def test_a_refused_score_drops_its_rollout_and_nothing_waits_for_it(log: MemoryLog) -> None:
     worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1, batch=OPD)
     worker.route()

@@ -25,6 +25,7 @@ DOMAIN_KL: Final = "domain_kl"
 
 _DOMAIN: Final = "domain/"
 _KL: Final = "/kl"
+_DIVERGENCE: Final = "/divergence"  # the exact one, where no sampled token is scored
 _TOKENS: Final = "/tokens"
 
 
@@ -128,9 +129,7 @@ class Alarms:
             if name in self._domains:
                 continue
             self._domains.add(name)
-            value = metrics.get(f"{_DOMAIN}{name}{_KL}")
-            if value is not None and math.isnan(value):
-                value = None
+            value = _first_number(metrics, (f"{_DOMAIN}{name}{_KL}", f"{_DOMAIN}{name}{_DIVERGENCE}"))
             if value is not None and value <= self._kl_limit:
                 continue
             shown = "no number" if value is None else f"{value:g}"
@@ -146,3 +145,8 @@ class Alarms:
                 )
             )
         return found
+
+
+def _first_number(metrics: Mapping[str, float], names: Iterable[str]) -> float | None:
+    """The first of these metrics that is a number."""
+    return next((metrics[name] for name in names if not math.isnan(metrics.get(name, math.nan))), None)

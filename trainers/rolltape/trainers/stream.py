@@ -23,7 +23,8 @@ from rolltape.trainers.members import Dropped, Member
 from rolltape.trainers.score_book import ScoreBook
 from rolltape.trainers.segments import Attempt
 
-_OF_NO_GROUP: Final = ("dead_letter_redriven", "teacher_routed", "problem_registered")
+_ROUTING: Final = ("teacher_routed", "problem_registered")
+_OF_NO_GROUP: Final = ("dead_letter_redriven", *_ROUTING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,6 +164,10 @@ class GroupStream:
         elif delivery.kind not in _OF_NO_GROUP:
             table = table.filter(pc.is_in(table["trajectory_id"], pa.array(list(self._group_of), pa.string())))
             self._note(delivery.kind, table)
+        elif delivery.kind in _ROUTING:
+            # Groups may have waited for it; where no teacher scores them on the tape nothing else comes of them.
+            for group in self.groups.values():
+                group.is_unfinished = False
         self._events.add(delivery.kind, table)
         return bool(table.num_rows)
 
