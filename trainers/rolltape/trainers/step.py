@@ -116,7 +116,6 @@ def train_step(
     """
     for group in learner.optimizer.param_groups:
         group["lr"] = config.lr_at(step)
-    learner.optimizer.zero_grad()
     method = Method(batch=batch, config=config, temperature=temperature, scorers=scorers or {})
     algorithm = make_algorithm(method)
     is_warmup = False
