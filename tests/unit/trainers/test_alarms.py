@@ -58,7 +58,7 @@ def test_steps_without_the_metric_or_a_number_count_nothing() -> None:
 def test_the_values_that_are_told() -> None:
     (alarm,) = alarms(alarm_entropy_below=0.5, alarm_ema=0.5).step(7, {"entropy_mean": 0.25})
     assert (alarm.step, alarm.value, alarm.threshold) == (7, 0.25, 0.5)
-    fields = alarm.fields("run")
+    fields = alarm.fields("run", 1)
     assert (fields["alarm"], fields["severity"], fields["value"]) == ("entropy_collapse", "warning", 0.25)
     assert "step 7: expected a mean entropy" in fields["detail"]
 
@@ -101,7 +101,9 @@ def test_a_resumed_run_goes_on_where_it_was_and_names_the_same_alarms() -> None:
         resumed = alarms(**limits)
         past, later = resumed.fold(numbered[:cut]), resumed.fold(numbered[cut:])
         assert (*past, *later) == whole
-    ids = [alarm.event_id("run") for alarm in whole]
+    ids = [alarm.event_id("run", 1) for alarm in whole]
     assert len(set(ids)) == len(ids) == 3
-    assert ids == [alarm.event_id("run") for alarm in alarms(**limits).fold(numbered)]
-    assert ids != [alarm.event_id("other") for alarm in whole]
+    assert ids == [alarm.event_id("run", 1) for alarm in alarms(**limits).fold(numbered)]
+    assert ids != [alarm.event_id("other", 1) for alarm in whole]
+    again = [alarm.event_id("run", 2) for alarm in whole]
+    assert not set(ids) & set(again), "a step that is trained again in another epoch may raise it with another value"

@@ -42,14 +42,17 @@ class Alarm:
     subject: str = ""
     """The domain, where it is one's."""
 
-    def event_id(self, run_id: str) -> str:
-        """The same for the same alarm of the same step, whoever raises it."""
-        return derived_id(run_id, "alarm_raised", self.alarm, self.subject, self.step)
+    def event_id(self, run_id: str, run_epoch: int) -> str:
+        """The same for the same alarm of the same step, whoever raises it.
 
-    def fields(self, run_id: str) -> dict[str, Any]:
+        ``run_epoch`` is the step's: a run that went back trains a step again, and may find another value there.
+        """
+        return derived_id(run_id, "alarm_raised", self.alarm, self.subject, run_epoch, self.step)
+
+    def fields(self, run_id: str, run_epoch: int) -> dict[str, Any]:
         """The columns of ``alarm_raised``."""
         return {
-            "event_id": self.event_id(run_id),
+            "event_id": self.event_id(run_id, run_epoch),
             "alarm": self.alarm,
             "severity": "warning",
             "value": self.value,

@@ -210,7 +210,7 @@ class Trainer:
             ),
         )
         for alarm in self.alarms.step(step, metrics):
-            self.recorder.record("alarm_raised", **alarm.fields(self.job.run_id))
+            self.recorder.record("alarm_raised", **alarm.fields(self.job.run_id, self.recorder.run_epoch))
         self.recorder.flush("spooled")
         crash_window("after_step_event")
         if outcome.actor_updates:
@@ -236,8 +236,9 @@ class Trainer:
             return
         known = set(self.lake.read("alarm_raised", run_id=self.job.run_id)["event_id"].to_pylist())
         for alarm in past:
-            if alarm.event_id(self.job.run_id) not in known:
-                self.recorder.record("alarm_raised", **alarm.fields(self.job.run_id))
+            fields = alarm.fields(self.job.run_id, history.steps[alarm.step]["run_epoch"])
+            if fields["event_id"] not in known:
+                self.recorder.record("alarm_raised", **fields)
 
     def _record_probe(self, step: int, batch: FormedBatch, outcome: StepOutcome, version: int) -> None:
         if not self.config.probe_every or step % self.config.probe_every:
