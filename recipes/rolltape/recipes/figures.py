@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,20 +81,32 @@ def figures_of(lake: Lake, run_id: str) -> Figures:
     history = RunHistory.read(lake, run_id)
     quoted = run_id.replace("'", "''")
     found = lake.sql(_HELDOUT.format(run_id=quoted)).arrow().to_pylist()
+    before, after = before_and_after(found)
     seconds = lake.sql(_SECONDS.format(run_id=quoted, longest_gap_ms=_LONGEST_GAP_MS)).arrow().column(0)[0].as_py()
     return Figures(
         run_id=run_id,
         seed=history.started["seed"],
-        before=_shares(found, is_first=True),
-        after=_shares(found, is_first=False),
+        before=before,
+        after=after,
         num_steps=history.last_step,
         seconds=float(seconds),
         trusted_share=_trusted(history),
     )
 
 
-def _shares(rows: list[dict[str, Any]], *, is_first: bool) -> dict[str, float]:
-    return {row["domain"]: row["num_right"] / row["num_answers"] for row in rows if row["is_first"] == is_first}
+def before_and_after(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    """Share of right answers by domain, of version 0 and of the last version.
+
+    A run that ended while its critic alone was trained has one version, evaluated once: it is both.
+
+    >>> before_and_after([{"domain": "d", "is_first": True, "num_right": 1, "num_answers": 4}])
+    ({'d': 0.25}, {'d': 0.25})
+    """
+    before, after = (
+        {row["domain"]: row["num_right"] / row["num_answers"] for row in rows if row["is_first"] == is_first}
+        for is_first in (True, False)
+    )
+    return before, after or before
 
 
 def _trusted(history: RunHistory) -> float | None:

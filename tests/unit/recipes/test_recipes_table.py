@@ -11,7 +11,7 @@ from rolltape.recipes import catalogue, two_teachers_opd
 from rolltape.recipes.catalogue import RECIPES, Recipe, control_of, recipes_of, shortened
 from rolltape.recipes.commands import recipes as command
 from rolltape.recipes.config import InitialSection, RunConfig
-from rolltape.recipes.figures import Figures
+from rolltape.recipes.figures import Figures, before_and_after
 from rolltape.recipes.report import report
 from rolltape.recipes.runs import trainer_job
 from rolltape.recipes.trials import CONTROLS, RECIPE, Trial, beats_its_control
@@ -54,6 +54,14 @@ def test_every_run_of_the_catalogue_is_a_configuration_that_a_file_can_hold(name
         assert RunConfig.from_json(config.to_json()) == config
         assert config.rollout.evaluate_initial
         assert config.rollout.evaluate_heldout
+
+
+def test_a_run_that_published_nothing_but_its_first_weights_ends_as_it_began() -> None:
+    """As SAO's does where `--max-steps` ends it within the warm-up of its critic: version 0 is evaluated once."""
+    first = {"domain": "sorting", "is_first": True, "num_answers": 4, "num_right": 1}
+    last = {"domain": "sorting", "is_first": False, "num_answers": 4, "num_right": 3}
+    assert before_and_after([first]) == ({"sorting": 0.25}, {"sorting": 0.25})
+    assert before_and_after([last, first]) == ({"sorting": 0.25}, {"sorting": 0.75})
 
 
 def test_the_catalogue_has_every_method() -> None:
