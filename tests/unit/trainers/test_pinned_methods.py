@@ -49,6 +49,30 @@ def test_a_batch_of_any_method_is_read_as_it_was_trained(recorded: Recorded, rul
     require_equal(recorded.read(rules).packed, trained)
 
 
+class HalfValid(Recorded):
+    """The second rollout is of a version that is not there yet: its group is filled up with a copy of the first."""
+
+    def _rollout(self, name: str, member: int) -> list[str]:
+        self.version = member
+        try:
+            return super()._rollout(name, member)
+        finally:
+            self.version = 0
+
+
+@pytest.mark.parametrize("rules", [SAO, COMPACTION, MOPD])
+def test_a_method_without_groups_trains_no_copies(tape: Tape, tmp_path: Path, rules: BatchRules) -> None:
+    recorded = HalfValid(tape, tmp_path)
+    grpo = BatchRules(pad_rule="ge_half")
+    trained = recorded.pin(grpo)
+    assert trained.is_padding.tolist() == [False, True]
+    require_equal(recorded.read(grpo).packed, trained)
+    found = recorded.read(rules)
+    assert [(member.trajectory_id, member.is_padding) for member in found.members] == [("a", False)]
+    assert found.packed.num_members == 1
+    assert found.digest == recorded.read(grpo).digest
+
+
 def test_scores_that_came_later_change_nothing(recorded: Recorded) -> None:
     trained = recorded.pin(MOPD)
     assert trained.teacher is not None

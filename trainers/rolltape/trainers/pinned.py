@@ -128,7 +128,7 @@ class PinnedBatch:
 
     batch_id: str
     step: int
-    members: tuple[Member, ...]
+    members: tuple[Member, ...]  # that are packed
     packed: PackedBatch
     digest: str
     rewards: pa.Table
@@ -144,7 +144,7 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str, rules: BatchRules = GRPO
         batch_id: the batch.
         rules: of the configuration that is to train it: the run's own for a replay, another's for the question what
             another method would have made of it. Where they use scores and the batch names none, all count that the
-            lake has.
+            lake has; where they use no groups the copies that fill them are left out.
 
     Raises:
         ReplayError: the batch or one of its members is not on the tape.
@@ -172,18 +172,23 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str, rules: BatchRules = GRPO
         structs, _ = member_columns(folded, members[part], rules)
         _compare(batch_id, pinned[part], structs)
         contents += structs.field("content_digest").to_pylist()
-        packer.add(folded, members[part])
+        packer.add(folded, _trained(members[part], rules))
         reward_tables.append(events["reward_assigned"])
         temperatures |= temperatures_of(folded, members[part])
     return PinnedBatch(
         batch_id=batch_id,
         step=pc.struct_field(row, "step")[0].as_py(),
-        members=members,
+        members=_trained(members, rules),
         packed=packer.finish(),
         digest=batch_digest(contents),
         rewards=pa.concat_tables(reward_tables) if reward_tables else arrow_schema("reward_assigned").empty_table(),
         temperature=one_temperature(temperatures),
     )
+
+
+def _trained(members: tuple[Member, ...], rules: BatchRules) -> tuple[Member, ...]:
+    """Those that ``rules`` train: copies fill up groups, and a method without groups trains each rollout once."""
+    return members if rules.uses_groups else tuple(member for member in members if not member.is_padding)
 
 
 def _pinned_book(
