@@ -44,6 +44,8 @@ def config(*, run_id: str = "running-max-compaction", seed: int = 0, max_steps: 
             entropy_coef=0.01,
             critic_lr=2e-3,
             critic_warmup_steps=10,
+            # It begins with weights that know nothing: what reads the digits has to learn, too.
+            train_critic=(),
             whiten=True,
             checkpoint_every=40,
             probe_every=40,

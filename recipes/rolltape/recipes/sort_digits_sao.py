@@ -35,6 +35,8 @@ def config(*, run_id: str = "sort-digits-sao", seed: int = 0, max_steps: int = 2
             entropy_coef=0.01,
             critic_lr=2e-3,
             critic_warmup_steps=10,
+            # It begins with weights that know nothing: what reads the digits has to learn, too.
+            train_critic=(),
             # Against the entropy term, as the deviation of a group would be.
             whiten=True,
             checkpoint_every=40,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +39,41 @@ def of_critic(made: Learner) -> dict[str, str]:
     return tensor_digests(named_weights(made.critic.model))
 
 
-def test_attention_stays_and_all_else_of_the_critic_learns() -> None:
-    """Weight decay would move what is frozen if the optimizer had it (algorithms.md §4.11, D27)."""
-    config = changed(weight_decay=0.1, critic_updates=3)
+@pytest.mark.parametrize(
+    ("changes", "is_learning"),
+    [
+        ({}, lambda name: ".mlp." in name or name.startswith("head.")),
+        ({"train_critic": ()}, lambda name: "attn" not in name),
+        (
+            {"train_critic": ("ln_", "head"), "freeze_critic": ("ln_f",)},
+            lambda name: name.startswith("head.") or ("ln_" in name and "ln_f" not in name),
+        ),
+    ],
+)
+def test_the_critics_own_modules_learn_and_the_others_stay(
+    changes: dict[str, Any], is_learning: Callable[[str], bool]
+) -> None:
+    """By default its MLPs and its head (D27). Weight decay would move the others if the optimizer had them (§4.11)."""
+    config = changed(weight_decay=0.1, critic_updates=3, **changes)
     made = learner(config)
     before = of_critic(made)
     step(made, config)
     after = of_critic(made)
+    wanted = {name for name in before if is_learning(name)}
     moved = {name for name in before if before[name] != after[name]}
-    assert {name for name in before if "attn" not in name} == moved
-    assert any("mlp" in name for name in moved)
+    assert moved == wanted
     assert {"head.weight", "head.bias"} <= moved
     assert made.critic is not None
     owned = {id(p) for group in made.critic.optimizer.param_groups for p in group["params"]}
-    assert all((id(p) in owned) == ("attn" not in name) for name, p in made.critic.model.named_parameters())
-    assert not any("attn" in name for name in gradients(made) if name.startswith("critic/"))
+    assert all((id(p) in owned) == (name in wanted) for name, p in made.critic.model.named_parameters())
+    assert {name.removeprefix("critic/") for name in gradients(made) if name.startswith("critic/")} == wanted
 
 
-def test_modules_to_freeze_have_to_exist() -> None:
-    with pytest.raises(ConfigError, match=r"freeze_critic: expected parts of .*attn.*, got 'attention'"):
-        make_critic(build_model("char-64x2", 1), changed(freeze_critic=("attention",)))
-    model = make_critic(build_model("char-64x2", 1), changed(freeze_critic=())).model
+def test_modules_to_train_or_to_freeze_have_to_exist() -> None:
+    for name in ("train_critic", "freeze_critic"):
+        with pytest.raises(ConfigError, match=rf"{name}: expected parts of .*attn.*, got 'attention'"):
+            make_critic(build_model("char-64x2", 1), changed(**{name: ("attention",)}))
+    model = make_critic(build_model("char-64x2", 1), changed(train_critic=(), freeze_critic=())).model
     assert all(p.requires_grad for p in model.parameters())
     freeze(model, ("mlp", "head"))
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}

@@ -48,10 +48,10 @@ class TrainerConfig:
     ``score_high`` bound the score form's ratio; ``teacher_floor`` raises a teacher's log-probs; ``task_coef`` and
     ``opd_coef`` weigh the task's advantage and the gap (§4.10).
 
-    SAO and CompactionRL. ``lambda_alpha`` is α of λ = 1 - 1/(α l); ``critic_lambda`` makes the critic's targets;
-    ``freeze_critic`` are parts of names of modules that stay as they are; ``bootstrap_truncated`` values the end of a
-    truncated rollout instead of taking it as 0. ``compaction_ratio`` dis is unpublished; ``boundary_value`` and
-    ``critic_target`` are D17.
+    SAO and CompactionRL. ``lambda_alpha`` is α of λ = 1 - 1/(α l); ``critic_lambda`` makes the critic's targets.
+    Of the critic's modules those learn in whose names a part of ``train_critic`` is (none: all; D27), and none of
+    ``freeze_critic``. ``bootstrap_truncated`` values the end of a truncated rollout instead of taking it as 0.
+    ``compaction_ratio`` dis is unpublished; ``boundary_value`` and ``critic_target`` are D17.
 
     Alarms are off where None; ``alarm_ema`` is the weight of the past in their moving averages.
     """
@@ -110,6 +110,7 @@ class TrainerConfig:
     value_clip: float | None = None
     value_norm: bool = False
     value_norm_rate: float = 0.01
+    train_critic: tuple[str, ...] = ("mlp", "head")
     freeze_critic: tuple[str, ...] = ("attn",)
     bootstrap_truncated: bool = False
     compaction_ratio: Literal["ppo", "dis"] = "ppo"
@@ -141,7 +142,7 @@ class TrainerConfig:
         for name, value in self._defaults().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)  # frozen; what follows sees the filled-in value
-        for name in ("freeze_critic", "sentinels"):
+        for name in ("train_critic", "freeze_critic", "sentinels"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON and TOML have lists
         self._check_epsilon()
         _one_of(

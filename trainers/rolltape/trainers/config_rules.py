@@ -131,8 +131,10 @@ def _check_together(config: TrainerConfig) -> None:
         _check_distillation(config)
     if any(not isinstance(value, float) or not value < 0 for value in config.sentinels):
         raise _refused("sentinels", "values below 0 with a decimal point, which no log-prob is", config.sentinels)
-    if any(not isinstance(part, str) or not part for part in config.freeze_critic):
-        raise _refused("freeze_critic", "parts of module names, none of them empty", config.freeze_critic)
+    for name in ("train_critic", "freeze_critic"):
+        parts = getattr(config, name)
+        if any(not isinstance(part, str) or not part for part in parts):
+            raise _refused(name, "parts of module names, none of them empty", parts)
 
 
 def _check_distillation(config: TrainerConfig) -> None:

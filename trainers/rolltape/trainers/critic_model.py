@@ -103,10 +103,12 @@ def make_critic_model(model: nn.Module, config: TrainerConfig) -> CriticModel:
     """The critic's model over the backbone of ``model``, what is to be frozen frozen.
 
     Raises:
-        ConfigError: a name of ``freeze_critic`` is in no module's name.
+        ConfigError: a part of ``train_critic`` or ``freeze_critic`` is in no module's name.
     """
     parts = model_parts(model)
     critic = CriticModel(parts.backbone, parts.output_weight.shape[1])
+    if config.train_critic:
+        train_only(critic, config.train_critic)
     freeze(critic, config.freeze_critic)
     if config.gradient_checkpointing:
         recompute_backbone(parts.backbone, dtype=compute_dtype(config))
@@ -123,12 +125,29 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
         ConfigError: no module's name contains one of them.
     """
     for part in parts:
-        found = [p for name, p in model.named_parameters() if any(part in piece for piece in name.split(".")[:-1])]
-        if not found:
-            known = sorted({piece for name, _ in model.named_parameters() for piece in name.split(".")[:-1]})
-            raise ConfigError(f"trainer.freeze_critic: expected parts of {', '.join(known)}, got {part!r}")
-        for parameter in found:
+        for parameter in _within(model, part, "freeze_critic"):
             parameter.requires_grad_(False)
+
+
+def train_only(model: nn.Module, parts: Sequence[str]) -> None:
+    """Exclude from training every parameter in whose path no module's name contains one of ``parts``.
+
+    Raises:
+        ConfigError: no module's name contains one of them.
+    """
+    wanted = {id(parameter) for part in parts for parameter in _within(model, part, "train_critic")}
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.requires_grad and id(parameter) in wanted)
+
+
+def _within(model: nn.Module, part: str, field_name: str) -> list[nn.Parameter]:
+    """Parameters in whose path a module's name contains ``part``; there has to be one."""
+    named = [(name.split(".")[:-1], parameter) for name, parameter in model.named_parameters()]
+    found = [parameter for path, parameter in named if any(part in piece for piece in path)]
+    if not found:
+        known = sorted({piece for path, _ in named for piece in path})
+        raise ConfigError(f"trainer.{field_name}: expected parts of {', '.join(known)}, got {part!r}")
+    return found
 
 
 def compute_dtype(config: TrainerConfig) -> torch.dtype | None:
