@@ -67,18 +67,39 @@ class ScoringQueue:
         self._groups_per_step = groups_per_step
         self._groups_per_unit = min(groups_per_unit, groups_per_step)
         self._tables: dict[str, list[pa.Table]] = {kind: [] for kind in KINDS}
+        self._strays: list[tuple[str, pa.Table]] = []  # of rollouts whose dispatch was not read before them
         self._units: dict[UnitKey, _Unit] = {}
         self._home: dict[_Attempt, tuple[UnitKey, _Place]] = {}
 
     def add(self, kind: str, table: pa.Table) -> None:
-        """Take in events of one kind, of any runs; what belongs to no training rollout is let go."""
+        """Take in events of one kind, of any runs.
+
+        Kinds may come in any order between two calls of :meth:`settle`: one commit is delivered kind by kind.
+        """
         table = table.filter(pc.equal(table["run_id"], self._run_id))
         if kind == "rollout_dispatched":
             table = table.filter(pc.equal(pc.struct_field(table[kind], "purpose"), "train"))
             self._enter(table)
+            self._keep(kind, table)
+            strays, self._strays = self._strays, []
+            for stray, rows in strays:
+                self._sort(stray, rows)
         else:
-            known = pa.array([trajectory for trajectory, _ in self._home], pa.string())
-            table = table.filter(pc.is_in(table["trajectory_id"], known))
+            self._sort(kind, table)
+
+    def settle(self) -> None:
+        """All deliveries of a poll are in: what belongs to no training rollout that waits is let go."""
+        self._strays.clear()
+
+    def _sort(self, kind: str, table: pa.Table) -> None:
+        known = pa.array([trajectory for trajectory, _ in self._home], pa.string())
+        is_known = pc.is_in(table["trajectory_id"], known)
+        self._keep(kind, table.filter(is_known))
+        strays = table.filter(pc.invert(is_known))
+        if strays.num_rows:
+            self._strays.append((kind, strays))
+
+    def _keep(self, kind: str, table: pa.Table) -> None:
         if not table.num_rows:
             return
         self._tables[kind].append(table)

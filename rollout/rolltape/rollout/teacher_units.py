@@ -28,6 +28,8 @@ TOO_LONG: Final = "teacher_context"
 SCORED: Final = "scored"
 HELD: Final = "held"
 """A unit some rollouts of which may be scored later: their problem is not known yet, or their teacher not there."""
+UNREAD: Final = "unread"
+"""A unit with a rollout whose end is read and whose other events are not: kinds do not arrive in their order."""
 
 Places = Callable[[str, int], tuple[UnitKey, int, int] | None]
 _NEVER_TRAINED: Final = ("env_failed", "aborted")
@@ -76,7 +78,7 @@ class UnitScorer:
         *,
         alone: Collection[UnitKey] = (),
     ) -> dict[UnitKey, str]:
-        """Score the ended rollouts of units; :data:`SCORED` or :data:`HELD` for each.
+        """Score the ended rollouts of units; :data:`SCORED`, :data:`HELD` or :data:`UNREAD` for each.
 
         Args:
             folded: their rollouts.
@@ -85,7 +87,7 @@ class UnitScorer:
             alarms: told of rollouts that nobody may score.
             alone: units that are not complete: each rollout is scored by itself.
         """
-        outcome: dict[UnitKey, str] = {}
+        outcome = dict.fromkeys(_unread(folded, place) - set(alone), UNREAD)
         segments = _candidates(folded)
         units: dict[UnitKey, list[_Row]] = {}
         for row in self._admitted(segments, place, domains, alarms, outcome):
@@ -116,7 +118,7 @@ class UnitScorer:
             zip(*columns, *samplings, strict=True)
         ):
             found = place(trajectory, attempt)
-            if found is None:
+            if found is None or outcome.get(found[0]) == UNREAD:
                 continue
             key, ordinal, member = found
             if problem not in domains:
@@ -202,6 +204,14 @@ class UnitScorer:
         if len(missing) < len(segments):
             columns = select_rows(columns, missing)
         self._recorder.record_batch("teacher_scored", columns, len(missing))
+
+
+def _unread(folded: Fold, place: Places) -> set[UnitKey]:
+    """Units with an attempt that counts and lacks events."""
+    table = folded.trajectories
+    is_open = table.filter(pc.and_(table["is_current"], pc.equal(table["state"], "open")))
+    found = map(place, is_open["trajectory_id"].to_pylist(), is_open["attempt"].to_pylist())
+    return {where[0] for where in found if where is not None}
 
 
 def _candidates(folded: Fold) -> pa.Table:

@@ -31,7 +31,7 @@ from rolltape.rollout.tape import RunTape, read_to
 from rolltape.rollout.teacher_bench import TeacherBench
 from rolltape.rollout.teacher_models import TeacherRoute, check_routes
 from rolltape.rollout.teacher_queue import ScoringQueue, UnitKey
-from rolltape.rollout.teacher_units import HELD, UnitScorer
+from rolltape.rollout.teacher_units import HELD, UNREAD, UnitScorer
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import ConfigError
 from rolltape.schema.identity import derived_id
@@ -194,6 +194,7 @@ class TeacherService:
         self._rollouts = self._log.reader(Cursor(), topics=("rollout",), kinds=kinds)
         # Nothing is scored before all is read: an attempt that ended may have been superseded since.
         read_to(self._rollouts, self._log.end(), ("rollout",), self._take)
+        self._queue.settle()
 
     # Events
 
@@ -240,6 +241,7 @@ class TeacherService:
             self._verify()
             for delivery in self._rollouts.poll(self._config.poll_s):
                 self._take(delivery.kind, delivery.table)
+            self._queue.settle()
         self._leave()
         return TERMINATED
 
@@ -252,13 +254,15 @@ class TeacherService:
         folded = self._queue.fold({*complete, *overdue}, pa.concat_tables(self._run_started))
         found = self._units.score(folded, self._queue.place, self._domains, self._alarms, alone=overdue)
         self._held |= {key for key, outcome in found.items() if outcome == HELD}
-        self._queue.forget(key for key in complete if key not in self._held)
+        waiting = self._held | {key for key, outcome in found.items() if outcome == UNREAD}
+        self._queue.forget(key for key in complete if key not in waiting)
 
     def _complete(self) -> list[UnitKey]:
         """Complete units that are not held. A problem may lie in a partition that was not read as far."""
         complete = [key for key in self._queue.complete() if key not in self._held]
         if self._queue.problems(complete) - self._domains.keys():
             read_to(self._rollouts, self._log.end(), ("rollout",), self._take)
+            self._queue.settle()
             complete = [key for key in self._queue.complete() if key not in self._held]
         return complete
 

@@ -172,3 +172,31 @@ def test_units_lie_within_a_step_and_hold_every_group_once(tape: Any, per_step: 
         groups.setdefault(place[0], set()).add(group)
     assert sum(len(found) for found in groups.values()) == 2 * per_step
     assert all(len({group // per_step for group in found}) == 1 and len(found) <= per_unit for found in groups.values())
+
+
+def test_kinds_of_one_commit_may_come_in_any_order(feeder: Feeder) -> None:
+    """A kind's rows come at once, those of a rollout that was handed out last before its dispatch."""
+    feeder.dispatch(0)
+    feeder.end(0)
+    tables = feeder.tape.tables()
+    for kind in reversed(KINDS):
+        if kind in tables:
+            feeder.queue.add(kind, tables[kind])
+    feeder.queue.settle()
+    assert feeder.queue.complete() == [(1, 0, 0)]
+    folded = feeder.queue.fold([(1, 0, 0)], feeder.started)
+    assert folded.trajectories["state"].to_pylist() == ["ended", "ended"]
+    assert folded.segments["response_token_ids"].to_pylist() == [[5, 6]] * 2
+
+
+def test_what_nobody_handed_out_for_training_is_let_go(feeder: Feeder) -> None:
+    feeder.end(0)
+    tables = feeder.tape.tables()
+    feeder.flush()
+    feeder.queue.settle()
+    feeder.dispatch(0)
+    feeder.flush()
+    assert feeder.queue.complete() == []
+    for kind, table in tables.items():
+        feeder.queue.add(kind, table)
+    assert feeder.queue.complete() == [(1, 0, 0)]
