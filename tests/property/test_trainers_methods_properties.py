@@ -284,8 +284,9 @@ def test_order_of_the_segments_in_a_batch_does_not_matter(lengths: list[int], se
     rows = rows_of(both)
     values = noise(seed, len(rows))
     rewards = torch.tensor([1.0, -2.0])[rollouts]
-    options = {"gamma": 0.9, "lam": 0.8}
-    found = compaction_advantages(values, rewards, rows, rollout_of_row=rollouts, segment_index=segments, **options)
+    found = compaction_advantages(
+        values, rewards, rows, rollout_of_row=rollouts, segment_index=segments, gamma=0.9, lam=0.8
+    )
     order = torch.randperm(len(both), generator=torch.Generator().manual_seed(seed))
     tokens = torch.cat([torch.nonzero(rows == row).flatten() for row in order.tolist()])
     moved = compaction_advantages(
@@ -294,7 +295,8 @@ def test_order_of_the_segments_in_a_batch_does_not_matter(lengths: list[int], se
         rows_of([both[row] for row in order.tolist()]),
         rollout_of_row=rollouts[order],
         segment_index=segments[order],
-        **options,
+        gamma=0.9,
+        lam=0.8,
     )
     assert torch.equal(moved, found[tokens])
 

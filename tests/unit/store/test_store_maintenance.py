@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rolltape.schema.errors import CommitterFencedError, StoreError
-from rolltape.store import Lake, parquet
-from rolltape.store import maintenance as maintenance_module
+from rolltape.store import Lake, merging, parquet
 from rolltape.store.maintenance import Policy, checkpoint, clean_logs, compact, maintain, vacuum
 from rolltape.store.merging import in_log_order
 from rolltape.store.recent import RecentTables
@@ -94,14 +93,14 @@ def test_compacted_row_groups_are_bounded(lake: Lake, feed: Any) -> None:
 def test_double_compaction_is_refused_and_doubles_nothing(filled: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
     before = contents(filled)
     second = Lake.open(filled.location)
-    merge = maintenance_module.merging.merge_files
+    merge = merging.merge_files
 
     def while_another_compacts(lake: Lake, run: Any) -> Any:
         if lake is second:
             compact(filled)
         return merge(lake, run)
 
-    monkeypatch.setattr(maintenance_module.merging, "merge_files", while_another_compacts)
+    monkeypatch.setattr(merging, "merge_files", while_another_compacts)
     with pytest.raises(CommitterFencedError, match="another maintenance"):
         compact(second)
     assert contents(second) == before
@@ -110,7 +109,7 @@ def test_double_compaction_is_refused_and_doubles_nothing(filled: Lake, monkeypa
 
 def test_append_during_a_compaction_survives(filled: Lake, feed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Lake.open(filled.location)
-    merge = maintenance_module.merging.merge_files
+    merge = merging.merge_files
     pending = [feed.commit()]
 
     def while_another_appends(lake: Lake, run: Any) -> Any:
@@ -118,7 +117,7 @@ def test_append_during_a_compaction_survives(filled: Lake, feed: Any, monkeypatc
             other.append(*pending.pop())
         return merge(lake, run)
 
-    monkeypatch.setattr(maintenance_module.merging, "merge_files", while_another_appends)
+    monkeypatch.setattr(merging, "merge_files", while_another_appends)
     compact(filled)
     assert filled.read("reward_assigned").num_rows == 6 * 3 + 4
     assert filled.cursor() == other.cursor()
