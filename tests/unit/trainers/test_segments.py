@@ -11,6 +11,7 @@ from tests.attempts import AttemptWriter
 from tests.conftest import Tape
 
 from rolltape.schema.fold import Fold, content_digests_of, fold
+from rolltape.trainers.algorithms.rollouts import total_rewards
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.batch_rules import BatchRules
@@ -20,6 +21,7 @@ from rolltape.trainers.gae import credited_rewards
 from rolltape.trainers.members import pack_members
 
 COMPACTION = BatchRules.of(TrainerConfig(algorithm="compaction"))
+COMPACTION_ALONE: dict[str, Any] = {"algorithm": "compaction"}
 SAO = BatchRules.of(TrainerConfig(algorithm="sao", epsilon_low=0.3, epsilon_high=5.0))
 VERSIONS = VersionRules(current=0, newest=0, single_version=False)
 
@@ -334,3 +336,19 @@ def test_the_fields_of_an_old_batch_follow_from_its_rows() -> None:
     assert not batch.is_truncated.any()
     assert batch.token_rewards.amounts.numel() == 0
     assert (batch.teacher, batch.domains) == (None, (None, None, None))
+
+
+@pytest.mark.parametrize("method", [{"algorithm": "sao", "epsilon_low": 0.3, "epsilon_high": 5.0}, COMPACTION_ALONE])
+def test_a_rollout_whose_rewarded_tokens_are_not_trained_earned_nothing_that_is(
+    tape: Tape, method: dict[str, Any]
+) -> None:
+    """Its tokens alone were rewarded, and none of them is in the batch: its reward is 0, not a missing one."""
+    rules = BatchRules.of(TrainerConfig(**method, truncated="mask"))
+    writer = AttemptWriter(tape, "t", group_id="g", problem_id="p")
+    writer.start([1])
+    action = writer.act([20, 21])
+    writer.end("truncated")
+    writer.reward(0.5, target_event_id=action)
+    batch = packed(tape, rules)
+    assert (batch.num_members, batch.num_rows) == (1, 0)
+    assert total_rewards(batch).tolist() == [0.0]

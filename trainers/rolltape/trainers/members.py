@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -118,15 +119,17 @@ class MemberPacker:
             place = index[member.key]
             is_truncated = columns["status"][place] == TRUNCATED
             own = () if is_truncated and self._rules.truncated == "mask" else segments.of_attempt(member.key)
+            reward = self._rules.final_reward(columns["reward"][place], is_truncated=is_truncated)
+            given = token_rewards.get(member.key, ())
             if not (is_truncated and self._rules.truncated == "zero_reward"):
-                self._place_rewards(
-                    token_rewards.get(member.key, ()), segments, own, self._builder.num_rows + len(rows)
-                )
+                num_placed = self._place_rewards(given, segments, own, self._builder.num_rows + len(rows))
+                if given and not num_placed and math.isnan(reward) and self._rules.takes_token_rewards:
+                    reward = 0.0  # only tokens were rewarded, and none of them is trained: no reward is missing
             rows += own
             row_member += [number] * len(own)
             self._segment_index += range(len(own))
             self._num_segments.append(len(own))
-            self._rewards.append(self._rules.final_reward(columns["reward"][place], is_truncated=is_truncated))
+            self._rewards.append(reward)
             self._is_truncated.append(is_truncated)
             self._problems.append(columns["problem_id"][place])
         self._is_summary += segments.is_summary[rows].tolist()
@@ -198,12 +201,14 @@ class MemberPacker:
 
     def _place_rewards(
         self, rewards: Sequence[dict[str, Any]], segments: TrainedSegments, own: Sequence[int], first_row: int
-    ) -> None:
-        """Note rewards of single tokens of a member whose rows are numbered from ``first_row`` on."""
+    ) -> int:
+        """Note rewards of single tokens of a member whose rows are numbered from ``first_row`` on; how many fell."""
+        before = len(self._token_rewards)
         for reward in rewards:
             place = segments.place_of_reward(own, reward["segment_index"], reward["position"]) if own else None
             if place is not None:
                 self._token_rewards.append((reward["scalar"], first_row + place[0], place[1]))
+        return len(self._token_rewards) - before
 
 
 def temperatures_of(folded: Fold, members: Sequence[Member]) -> set[float]:
