@@ -61,9 +61,9 @@ def content_digests_of(fold: Fold) -> pa.Table:
     return pa.table(columns, schema=DIGEST_SCHEMA)
 
 
-def _rewards(trajectories: pa.Table) -> list[float | None | Array]:
+def _rewards(trajectories: pa.Table) -> list[float | Array | None]:
     """What each attempt is trained with: its scalar, and behind it the rewards of single tokens where there are any."""
-    rewards: list[float | None | Array] = trajectories["reward"].to_pylist()
+    rewards: list[float | Array | None] = trajectories["reward"].to_pylist()
     given = single(pc.list_value_length(trajectories["token_rewards"])).to_numpy()
     for row in np.flatnonzero(given).tolist():
         scalar, tokens = rewards[row], trajectories["token_rewards"][row].as_py()
@@ -72,7 +72,7 @@ def _rewards(trajectories: pa.Table) -> list[float | None | Array]:
     return rewards
 
 
-def segment_digests(segments: pa.Table, rewards: Sequence[float | None | Array]) -> list[ContentDigests]:
+def segment_digests(segments: pa.Table, rewards: Sequence[float | Array | None]) -> list[ContentDigests]:
     """Content digests of whole attempts.
 
     Args:
