@@ -135,7 +135,9 @@ def test_settings_are_read_by_name_and_type() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_trained_batch_starts_from_the_weights_that_it_was_trained_with(tmp_path: Path) -> None:
+def test_a_trained_batch_starts_from_the_weights_that_it_was_trained_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Step 5 lies two steps behind the checkpoint of step 3; what the run did comes out to the bit."""
     made = small_config(num_steps=5)
     with TrainingRun(tmp_path / "run", config=made) as run:
@@ -155,3 +157,10 @@ def test_a_trained_batch_starts_from_the_weights_that_it_was_trained_with(tmp_pa
     norms = [row["grad_norm"] for row in rows]
     assert all(norm > 0 for norm in norms)
     assert len({norms[0], norms[2], norms[3]}) == 3
+    # A batch may be named by its step.
+    code = main(
+        ["replay", "--lake", run.lake.location.url, "--step", "5", "--set", "pop_value=binary", "--tokens", "0"]
+    )
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert code == 0
+    assert [row["loss"] for row in printed if "variant" in row] == [rows[0]["loss"], rows[1]["loss"]]

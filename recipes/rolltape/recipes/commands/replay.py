@@ -18,22 +18,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lake(parser)
     add_run(parser)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--step", type=int, help="step to run again, to the bit")
+    what.add_argument(
+        "--step",
+        type=int,
+        help="step to run again, to the bit; with --algorithm or --set: whose batch to give to others",
+    )
     what.add_argument("--batch", help="id of a recorded batch, to be given to other algorithms or options")
     parser.add_argument(
         "--algorithm",
         default="",
-        help="with --batch: algorithms to try, as grpo,dis,opd,sao,compaction; default: the run's",
+        help="algorithms to try, as grpo,dis,opd,sao,compaction; default: the run's",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="[ALGORITHM.]FIELD=VALUE",
-        help="with --batch: a field of [trainer], for all algorithms tried or for one",
+        help="a field of [trainer], for all algorithms tried or for one",
     )
     parser.add_argument(
-        "--tokens", type=int, default=_TOKENS, help="with --batch: tokens to show, those that differ most first"
+        "--tokens",
+        type=int,
+        default=_TOKENS,
+        help="of several algorithms: tokens to show, those that differ most first",
     )
 
 
@@ -42,8 +49,17 @@ def run(options: argparse.Namespace) -> int:
     lake = open_lake(options.lake)
     run_id = the_run(lake, options.run)
     if options.batch is not None:
-        return _counterfactual(lake, run_id, options)
+        return _counterfactual(lake, run_id, options.batch, options)
+    if options.algorithm or options.set:
+        return _counterfactual(lake, run_id, _batch_of(lake, run_id, options.step), options)
     return _replay(lake, run_id, options.step)
+
+
+def _batch_of(lake: Lake, run_id: str, step: int) -> str:
+    """Id of the batch that a step trained."""
+    from rolltape.trainers.history import RunHistory
+
+    return str(RunHistory.read(lake, run_id).step(step)["batch_id"])
 
 
 def _replay(lake: Lake, run_id: str, step: int) -> int:
@@ -68,7 +84,7 @@ def _replay(lake: Lake, run_id: str, step: int) -> int:
     return 0 if report.equal else 1
 
 
-def _counterfactual(lake: Lake, run_id: str, options: argparse.Namespace) -> int:
+def _counterfactual(lake: Lake, run_id: str, batch_id: str, options: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from rolltape.recipes.config import trainer_options
@@ -83,7 +99,7 @@ def _counterfactual(lake: Lake, run_id: str, options: argparse.Namespace) -> int
     found = try_variants(
         lake,
         trainer_job(config),
-        options.batch,
+        batch_id,
         variants,
         scorers_of=lambda trainer: scorers_of(replace(config, trainer=trainer), lake) if _needs(trainer) else None,
     )
