@@ -173,6 +173,17 @@ def test_single_rollouts_stream_without_groups(log: MemoryLog) -> None:
     assert drops(found) == [("g001-0", 0, reasons.STALE)]
 
 
+def test_compaction_with_ppo_takes_no_older_version_whatever_the_staleness_allows(log: MemoryLog) -> None:
+    """Its ratio is to the version that the step starts from; one to the version that sampled is DIS's alone."""
+    config = TrainerConfig(algorithm="compaction")
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1, batch=BatchRules.of(config))
+    for ordinal, version in enumerate((1, 2)):
+        worker.dispatch(ordinal, members=[0], group_size=1)
+        worker.finish(ordinal, members=[0], version=version)
+    found = trainer.gather(version=2, tau=3, single=config.needs_one_version)
+    assert (groups(found), drops(found)) == (["g001"], [("g000-0", 0, reasons.STALE)])
+
+
 def test_groups_without_spread_are_dropped_and_others_take_their_place(log: MemoryLog) -> None:
     rules = BatchRules.of(TrainerConfig(zero_std_groups="drop"))
     worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1, batch=rules)

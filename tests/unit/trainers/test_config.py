@@ -37,6 +37,10 @@ DIS = {"algorithm": "dis", "epsilon_low": 0.3, "epsilon_high": 5.0}
         ({"gamma": 1.01}, "trainer.gamma: expected 0 <= gamma <= 1, got 1.01"),
         ({"gamma": -0.01}, "trainer.gamma: expected 0 <= gamma <= 1, got -0.01"),
         ({"critic_lambda": 2.0}, "trainer.critic_lambda: expected 0 <= critic_lambda <= 1, got 2.0"),
+        (
+            {"algorithm": "compaction", "critic_lambda": 0.9},
+            "trainer.critic_lambda: expected 1 with algorithm compaction and trainer.critic_target global",
+        ),
         ({"lambda_alpha": 0.0}, "trainer.lambda_alpha: expected more than 0, got 0.0"),
         ({"critic_lr": 0.0}, "trainer.critic_lr: expected more than 0"),
         ({"critic_updates": 0}, "trainer.critic_updates: expected 1 or more"),
@@ -139,7 +143,8 @@ def test_an_algorithm_for_another_takes_its_own_defaults() -> None:
         ({"algorithm": "mopd", "opd_form": "score"}, False, False, True, False, False),
         ({"algorithm": "mopd", "opd_form": "full"}, False, False, False, False, False),
         ({**DIS, "algorithm": "sao"}, False, True, False, True, False),
-        ({"algorithm": "compaction"}, False, True, False, True, False),
+        ({"algorithm": "compaction"}, False, True, False, True, True),
+        ({**DIS, "algorithm": "compaction", "compaction_ratio": "dis"}, False, True, False, True, False),
     ],
 )
 def test_what_each_method_asks_of_a_batch(

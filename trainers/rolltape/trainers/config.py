@@ -51,7 +51,9 @@ class TrainerConfig:
     SAO and CompactionRL. ``lambda_alpha`` is α of λ = 1 - 1/(α l); ``critic_lambda`` makes the critic's targets.
     Of the critic's modules those learn in whose names a part of ``train_critic`` is (none: all; D27), and none of
     ``freeze_critic``. ``bootstrap_truncated`` values the end of a truncated rollout instead of taking it as 0.
-    ``compaction_ratio`` dis is unpublished; ``boundary_value`` and ``critic_target`` are D17.
+    ``compaction_ratio`` dis is unpublished; ppo compares with the version that the step starts from, so it takes
+    tokens of that one alone. ``boundary_value`` and ``critic_target`` are D17; global targets are the discounted
+    reward, so ``critic_lambda`` must be 1 then and ``bootstrap_truncated`` moves advantages alone.
 
     Alarms are off where None; ``alarm_ema`` is the weight of the past in their moving averages.
     """
@@ -192,7 +194,12 @@ class TrainerConfig:
 
     @property
     def needs_one_version(self) -> bool:
-        """IcePop's precondition: all tokens of the version that the step starts from."""
+        """Whether all tokens have to be of the version that the step starts from.
+
+        IcePop's precondition; and PPO's where nothing corrects for the version that sampled, as in CompactionRL.
+        """
+        if self.algorithm == "compaction":
+            return self.compaction_ratio == "ppo"
         return self.correction == "icepop" and (not self.is_distillation or self.opd_form == "eq1")
 
     def lr_at(self, step: int) -> float:

@@ -129,6 +129,13 @@ def _check_together(config: TrainerConfig) -> None:
         raise _refused("dual_clip", f"none with algorithm {config.algorithm}: it bounds GRPO's loss", config.dual_clip)
     if config.is_distillation:
         _check_distillation(config)
+    if config.algorithm == "compaction" and config.critic_target == "global" and config.critic_lambda != 1.0:
+        raise _refused(
+            "critic_lambda",
+            "1 with algorithm compaction and trainer.critic_target global, whose targets are the discounted reward; "
+            "set critic_target local to mix values into them",
+            config.critic_lambda,
+        )
     if any(not isinstance(value, float) or not value < 0 for value in config.sentinels):
         raise _refused("sentinels", "values below 0 with a decimal point, which no log-prob is", config.sentinels)
     for name in ("train_critic", "freeze_critic"):

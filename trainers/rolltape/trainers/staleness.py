@@ -32,8 +32,8 @@ def version_refusal(
         reference: newest published version of that policy without an abort.
         tau: largest lag that is kept: ``reference - oldest > tau`` drops.
         aborted: versions that never serve.
-        required: for IcePop, the version of θ_old: every token must be of it, or the mismatch ratio mixes version lag
-            with engine error (DIS is for mixed versions).
+        required: for IcePop and CompactionRL's PPO, the version of θ_old: every token must be of it, or the ratio mixes
+            version lag with engine error, or knows nothing of the lag (DIS is for mixed versions).
 
     Raises:
         ConfigError: ``tau`` is negative.
@@ -90,7 +90,7 @@ def lag_histogram(lags: Tensor) -> dict[int, int]:
 
 
 def require_version(versions: Tensor, version: int) -> None:
-    """IcePop's precondition: every action token was sampled by θ_old's version.
+    """IcePop's precondition, and PPO's without a correction: every action token was sampled by θ_old's version.
 
     Raises:
         UntrainableError: ``mixed_versions``: some were not; names the versions found.
@@ -99,7 +99,7 @@ def require_version(versions: Tensor, version: int) -> None:
     if found not in ([], [version]):
         raise UntrainableError(
             f"{reasons.MIXED_VERSIONS}: expected action tokens of version {version} alone, got {found[:8]}; "
-            "IcePop's mismatch ratio needs one version, train these with DIS"
+            "a ratio to the version that the step starts from needs that one alone, train these with DIS"
         )
 
 
