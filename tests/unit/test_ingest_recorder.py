@@ -15,11 +15,13 @@ from rolltape.ingest.event_index import AttemptCounters, attempts_of
 from rolltape.ingest.memory import MemoryLog, MemoryProducer
 from rolltape.ingest.recorder import Recorder
 from rolltape.ingest.routing import partition_of
+from rolltape.schema.codec import Record, record_of_lane
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import (
     BackpressureTimeout,
     ConfigError,
     ProducerFencedError,
+    RecordTooLargeError,
     StorageFullError,
     UnknownKindError,
     ValidationError,
@@ -247,6 +249,32 @@ def test_what_is_still_encoded_when_the_log_is_behind_is_what_was_recorded(monke
     matrix[:] = 9
     log.resume()
     recorder.flush()
+    recorder.close()
+    found = rows(log, "observation_received")
+    assert len(found) == 128
+    assert all(set(row["token_ids"]) == {7} for row in found)
+
+
+def test_what_is_still_encoded_when_a_record_is_refused_is_what_was_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode_slowly(*arguments: Any, **options: Any) -> Record:
+        time.sleep(0.1)
+        return record_of_lane(*arguments, **options)
+
+    monkeypatch.setattr("rolltape.ingest.encoder._num_cpus", lambda: 3)
+    monkeypatch.setattr("rolltape.ingest.encoder.record_of_lane", encode_slowly)
+    log = MemoryLog(num_partitions=2)
+    recorder = Recorder(log, producer_id="p", run_id="r")
+    matrix = np.full((128, 4_000), 7, dtype=np.int32)
+    columns = {"trajectory_id": [f"t{row}" for row in range(128)], "attempt": 0, "group_id": "g", "token_ids": matrix}
+    with monkeypatch.context() as patch:
+
+        def refuse(_self: MemoryProducer, _record: Any) -> None:
+            raise RecordTooLargeError("refused")
+
+        patch.setattr(MemoryProducer, "send", refuse)
+        with pytest.raises(RecordTooLargeError):
+            recorder.record_batch("observation_received", columns)
+    matrix[:] = 9
     recorder.close()
     found = rows(log, "observation_received")
     assert len(found) == 128

@@ -342,10 +342,9 @@ class Recorder:
     def _send_outbox(self) -> None:
         try:
             self._send_all(time.monotonic() + self._backpressure_timeout_s)
-        except (BackpressureTimeout, StorageFullError):
-            # The caller's arrays are the caller's again.
+        finally:
+            # Whatever ended it, the caller's arrays are the caller's again.
             self._outbox.finish_encoding()
-            raise
 
     def _send_all(self, deadline: float) -> None:
         while self._outbox:
