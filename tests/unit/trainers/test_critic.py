@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,8 @@ from rolltape.numerics.models import build_model
 from rolltape.numerics.weights import named_weights, tensor_digests, weights_digest
 from rolltape.schema.errors import ConfigError, IntegrityError, ReplayError
 from rolltape.store.location import Location
+from rolltape.trainers import critic_step as critic_step_module
+from rolltape.trainers import step as step_module
 from rolltape.trainers.checkpoint import Progress, load_checkpoint, save_checkpoint
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.critic import ValueNormaliser
@@ -127,6 +130,33 @@ def test_updates_are_two_to_one_after_the_warm_up() -> None:
     made.critic.counts.critic_updates -= 1
     with pytest.raises(IntegrityError, match=r"expected 8 updates of the critic and 4 of the policy.* got 7 and 4"):
         step(made, config, number=5)
+
+
+@pytest.mark.parametrize(
+    ("patched", "found"),
+    [("learn_values", "got 4 and 1"), ("clip_gradients", "got 2 and 2")],
+)
+def test_updates_that_nobody_tells_of_are_counted(monkeypatch: pytest.MonkeyPatch, patched: str, found: str) -> None:
+    """The ratio is of what the optimizers did, so a phase that runs twice is found whatever it says of itself."""
+    made = learner(SAO)
+    real: Any = getattr(step_module, patched)
+
+    def twice(*args: Any) -> Any:
+        if patched == "clip_gradients":
+            made.optimizer.step()
+        else:
+            real(*args)
+        return real(*args)
+
+    monkeypatch.setattr(step_module, patched, twice)
+    with pytest.raises(IntegrityError, match=rf"expected 2 updates of the critic and 1 of the policy.* {found}"):
+        step(made)
+
+
+def test_updates_that_are_left_out_without_a_reason_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(critic_step_module, "range", lambda count: builtins.range(count - 1), raising=False)
+    with pytest.raises(IntegrityError, match=r"expected 2 updates of the critic and 1 of the policy.* got 1 and 1"):
+        step(learner(SAO))
 
 
 def test_a_policy_that_is_skipped_counts_as_skipped() -> None:

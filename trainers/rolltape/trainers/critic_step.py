@@ -32,6 +32,7 @@ class CriticOutcome:
     losses: tuple[float, ...]  # before each update, of what the head predicts
     grad_norm: float  # at the last update, before clipping
     num_updates: int
+    num_skipped: int  # updates left out because no token had a usable value and target
     num_nonfinite: int  # tokens without a usable value or target
     explained_variance: float | None  # of the values before the updates
     gradient_digests: Mapping[str, str] = field(default_factory=dict)  # of the last update, names with their prefix
@@ -55,7 +56,7 @@ def learn_values(critic: Critic, algorithm: CriticAlgorithm, ranks: Ranks) -> Cr
     for group in critic.optimizer.param_groups:
         group["lr"] = config.critic_lr
     losses: list[float] = []
-    grad_norm, num_updates, num_trusted = 0.0, 0, 0
+    grad_norm, num_updates, num_skipped, num_trusted = 0.0, 0, 0, 0
     digests: dict[str, str] = {}
     for _ in range(config.critic_updates):
         critic.optimizer.zero_grad(set_to_none=True)
@@ -63,6 +64,7 @@ def learn_values(critic: Critic, algorithm: CriticAlgorithm, ranks: Ranks) -> Cr
         losses.append(loss)
         digests = tensor_digests(ranks.whole(named_gradients(critic.model)))
         if not num_trusted:
+            num_skipped = config.critic_updates - num_updates  # nothing moved, so the next would find the same
             break
         grad_norm = clip_gradients((p for _, p in trainable(critic.model)), config.max_grad_norm, ranks)
         critic.optimizer.step()
@@ -74,6 +76,7 @@ def learn_values(critic: Critic, algorithm: CriticAlgorithm, ranks: Ranks) -> Cr
         losses=tuple(losses),
         grad_norm=grad_norm,
         num_updates=num_updates,
+        num_skipped=num_skipped,
         num_nonfinite=int(trained.sum()) - num_trusted,
         explained_variance=variance,
         gradient_digests={CRITIC_PREFIX + name: digest for name, digest in digests.items()},

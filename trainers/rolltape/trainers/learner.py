@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -69,6 +71,28 @@ def make_optimizer(model: nn.Module, config: TrainerConfig, *, lr: float | None 
         weight_decay=config.weight_decay,
         foreach=False,
     )
+
+
+@dataclass(slots=True)
+class UpdateCount:
+    """How often an optimizer was called."""
+
+    done: int = 0
+
+
+@contextmanager
+def counted_updates(optimizer: torch.optim.Optimizer) -> Iterator[UpdateCount]:
+    """Count the updates of an optimizer where they happen, not where somebody says that they did."""
+    count = UpdateCount()
+
+    def add(*_: object) -> None:
+        count.done += 1
+
+    hook = optimizer.register_step_post_hook(add)
+    try:
+        yield count
+    finally:
+        hook.remove()
 
 
 def reset_optimizer(optimizer: torch.optim.Optimizer) -> str:

@@ -28,7 +28,7 @@ from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.critic_model import CRITIC_PREFIX, compute_dtype
 from rolltape.trainers.critic_step import CriticOutcome, learn_values
-from rolltape.trainers.learner import Learner, make_optimizer, trainable
+from rolltape.trainers.learner import Learner, UpdateCount, counted_updates, make_optimizer, trainable
 from rolltape.trainers.ranks import ONE_PROCESS, Ranks, clip_gradients
 from rolltape.trainers.reverse_kl import TokenDivergence
 
@@ -112,20 +112,27 @@ def train_step(
     Raises:
         ConfigError: the method needs a critic, and the learner has none.
         UntrainableError: the batch lacks what the method learns from.
-        IntegrityError: the critic's updates are not in the configured ratio to the policy's.
+        IntegrityError: the updates that were made of critic and policy are not in the configured ratio.
     """
     for group in learner.optimizer.param_groups:
         group["lr"] = config.lr_at(step)
     method = Method(batch=batch, config=config, temperature=temperature, scorers=scorers or {})
     algorithm = make_algorithm(method)
     is_warmup = False
-    critic = None
+    critic, of_critic = None, UpdateCount()
     if isinstance(algorithm, CriticAlgorithm):
-        is_warmup, critic = _critic_phase(learner, algorithm, ranks)
+        is_warmup, critic, of_critic = _critic_phase(learner, algorithm, ranks)
     work = _Work(learner.model, algorithm, temperature, ranks)
-    updates = work.look() if is_warmup else work.update(learner.optimizer)
+    with counted_updates(learner.optimizer) as of_actor:
+        updates = work.look() if is_warmup else work.update(learner.optimizer)
     if learner.critic is not None and critic is not None and not is_warmup:
-        _count(learner, critic, updates.done, config)
+        counts = learner.critic.counts
+        counts.batches += 1
+        counts.critic_updates += of_critic.done
+        counts.skipped_critic += critic.num_skipped
+        counts.actor_updates += of_actor.done
+        counts.skipped_actor += updates.skipped
+        counts.check(critic_updates=config.critic_updates, updates_per_batch=config.updates_per_batch)
     tokens = updates.tokens
     return StepOutcome(
         loss=updates.loss,
@@ -149,8 +156,10 @@ def train_step(
     )
 
 
-def _critic_phase(learner: Learner, algorithm: CriticAlgorithm, ranks: Ranks) -> tuple[bool, CriticOutcome | None]:
-    """The critic's updates, and whether the step is one of its warm-up; nothing where there is no token."""
+def _critic_phase(
+    learner: Learner, algorithm: CriticAlgorithm, ranks: Ranks
+) -> tuple[bool, CriticOutcome | None, UpdateCount]:
+    """Whether the step is one of the critic's warm-up, and its updates; nothing where there is no token."""
     critic = learner.critic
     if critic is None:
         raise ConfigError(
@@ -158,23 +167,12 @@ def _critic_phase(learner: Learner, algorithm: CriticAlgorithm, ranks: Ranks) ->
             "make it with build_learner"
         )
     if not bool(algorithm.trained.any()):
-        return False, None
+        return False, None, UpdateCount()
     is_warmup = critic.counts.warmup_steps < algorithm.config.critic_warmup_steps
     if is_warmup:
         critic.counts.warmup_steps += 1
-    return is_warmup, learn_values(critic, algorithm, ranks)
-
-
-def _count(learner: Learner, critic: CriticOutcome, actor_updates: int, config: TrainerConfig) -> None:
-    """Count a step after the warm-up, and hold the ratio of updates against the configured one."""
-    assert learner.critic is not None
-    counts = learner.critic.counts
-    counts.batches += 1
-    counts.critic_updates += critic.num_updates
-    counts.skipped_critic += config.critic_updates - critic.num_updates
-    counts.actor_updates += actor_updates
-    counts.skipped_actor += config.updates_per_batch - actor_updates
-    counts.check(critic_updates=config.critic_updates, updates_per_batch=config.updates_per_batch)
+    with counted_updates(critic.optimizer) as count:
+        return is_warmup, learn_values(critic, algorithm, ranks), count
 
 
 def _weight_digests(learner: Learner, ranks: Ranks) -> dict[str, str]:
@@ -209,7 +207,7 @@ class _Tokens:
 
 
 class _Updates(NamedTuple):
-    """What the policy's updates on a batch came to; all but ``done`` is of the last one, or of a look."""
+    """What the policy's updates on a batch came to; other than the counts, of the last one, or of a look."""
 
     tokens: _Tokens
     loss: float
@@ -217,6 +215,8 @@ class _Updates(NamedTuple):
     done: int
     digests: dict[str, str]
     sizes: tuple[int, ...]
+    skipped: int = 0
+    """Updates left out because no token was trusted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ class _Work:
             digests = tensor_digests(self.ranks.whole(named_gradients(self.model)))
             found = found._replace(digests=digests)
             if not bool(found.tokens.trusted.any()):
-                found = found._replace(loss=0.0)
+                found = found._replace(loss=0.0, skipped=config.updates_per_batch - done)
                 break
             grad_norm = clip_gradients((p for _, p in trainable(self.model)), config.max_grad_norm, self.ranks)
             optimizer.step()
