@@ -111,12 +111,20 @@ class Tape:
         return [fields["step"] for _, fields in self.rows]
 
 
-def history(*, versions: tuple[int, int] | None = None, resets: frozenset[int] = frozenset()) -> RunHistory:
-    """Of a run whose last step, 7, started from and made the given versions."""
-    steps = {} if versions is None else {7: {"version_in": versions[0], "version_out": versions[1]}}
-    line = RunLine(((1, 0),))
+def history(*steps: tuple[int, int], resets_of: tuple[int, ...] = ()) -> RunHistory:
+    """Of a run whose last steps, to step 7, started from and made these versions, some of which had their resets."""
+    first = 8 - len(steps)
+    rows = {first + n: {"version_in": before, "version_out": after} for n, (before, after) in enumerate(steps)}
+    reasons = frozenset(f"version {number} of run epoch 1 serves" for number in resets_of)
     return RunHistory(
-        run_id="run", line=line, started={}, steps=steps, batches={}, checkpoints={}, published={}, resets=resets
+        run_id="run",
+        line=RunLine(((1, 0),)),
+        started={},
+        steps=rows,
+        batches={},
+        checkpoints={},
+        published={},
+        reset_reasons=reasons,
     )
 
 
@@ -157,9 +165,12 @@ def test_moments_are_forgotten_when_other_weights_come_to_serve() -> None:
     ("before", "expected"),
     [
         (history(), []),
-        (history(versions=(3, 4)), [7]),  # killed between the step and its reset
-        (history(versions=(3, 4), resets=frozenset({7})), []),
-        (history(versions=(4, 4)), []),  # a skipped step, or one of the critic's warm-up
+        (history((3, 4)), [7]),  # killed between the step and its reset
+        (history((3, 4), resets_of=(4,)), []),
+        (history((4, 4)), []),  # a skipped step, or one of the critic's warm-up
+        (history((3, 4), (4, 4)), [7]),  # skipped, while version 4 was on its way to the engines
+        (history((3, 4), (4, 4), resets_of=(4,)), []),
+        (history((2, 3), (3, 4), (4, 4), resets_of=(3,)), [7]),  # the reset was for the one before
     ],
 )
 def test_a_trainer_that_comes_back_makes_up_for_a_reset_that_is_missing(

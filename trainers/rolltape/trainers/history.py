@@ -42,6 +42,7 @@ class RunHistory:
         checkpoints: ``checkpoint_saved`` by step, live ones only.
         published: ``weights_published`` of the policy by (policy run epoch, version), live ones only.
         resets: steps after which the policy's optimizer was reset, live ones only.
+        reset_reasons: why it was, each of them once.
     """
 
     run_id: str
@@ -52,6 +53,7 @@ class RunHistory:
     checkpoints: Mapping[int, dict[str, Any]]
     published: Mapping[tuple[int, int], dict[str, Any]]
     resets: frozenset[int] = frozenset()
+    reset_reasons: frozenset[str | None] = frozenset()
 
     @property
     def last_step(self) -> int:
@@ -114,6 +116,8 @@ class RunHistory:
         steps = _live(rows_of(lake.read("train_step_completed", run_id=run_id), "train_step_completed"), line)
         checkpoints = _live(rows_of(lake.read("checkpoint_saved", run_id=run_id), "checkpoint_saved"), line)
         published = rows_of(lake.read("weights_published", run_id=run_id), "weights_published")
+        resets = rows_of(lake.read("optimizer_reset", run_id=run_id), "optimizer_reset")
+        resets = [row for row in resets if line.is_live_step(row["run_epoch"], row["step"])]
         return cls(
             run_id=run_id,
             line=line,
@@ -126,11 +130,8 @@ class RunHistory:
                 for row in published
                 if row["policy_id"] == POLICY_ID and line.is_live_step(row["run_epoch"], row["step"])
             },
-            resets=frozenset(
-                row["step"]
-                for row in rows_of(lake.read("optimizer_reset", run_id=run_id), "optimizer_reset")
-                if line.is_live_step(row["run_epoch"], row["step"])
-            ),
+            resets=frozenset(row["step"] for row in resets),
+            reset_reasons=frozenset(row["reason"] for row in resets),
         )
 
 

@@ -21,10 +21,13 @@ class OptimizerResets:
         self._known: tuple[int, int] | None = None
 
     def begin(self, history: RunHistory, served: PolicyVersion) -> None:
-        """Weights serve when the process begins; they are news if the last step made them and no reset followed."""
-        row = history.steps.get(history.last_step)
-        is_news = row is not None and row["version_out"] != row["version_in"]
-        self._known = None if is_news and history.last_step not in history.resets else served.key
+        """``served`` serves when the process begins: news, unless a reset on the tape is its, or no step made any.
+
+        The step that made it need not be the last one: others may lie between a version and its coming into effect.
+        """
+        was_trained = any(row["version_out"] != row["version_in"] for row in history.steps.values())
+        is_news = was_trained and _reason(served) not in history.reset_reasons
+        self._known = None if is_news else served.key
 
     def settle(self, learner: Learner, served: PolicyVersion, *, step: int) -> None:
         """Reset after ``step``, if other weights serve than at the last look."""
@@ -35,5 +38,10 @@ class OptimizerResets:
             "optimizer_reset",
             step=step,
             extent=f"{served.policy_id}: {reset_optimizer(learner.optimizer)}",
-            reason=f"version {served.version} of run epoch {served.run_epoch} serves",
+            reason=_reason(served),
         )
+
+
+def _reason(served: PolicyVersion) -> str:
+    """Of the reset for this version: a run that is resumed knows by it which versions had theirs."""
+    return f"version {served.version} of run epoch {served.run_epoch} serves"
