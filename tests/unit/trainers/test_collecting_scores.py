@@ -112,18 +112,50 @@ def test_scores_of_consumed_groups_are_let_go_of(log: MemoryLog) -> None:
     assert trainer.stream._events.num_rows("teacher_scored") == 0
 
 
-def test_a_group_that_no_teacher_scores_in_time_is_dropped_by_name(log: MemoryLog) -> None:
+def test_a_group_that_waits_for_its_teacher_alone_is_held_and_never_dropped(log: MemoryLog) -> None:
+    """§4.9: an unavailable teacher holds the sample. What came of the group otherwise is there, and is not lost."""
     worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1, batch=OPD)
-    worker.route()
     worker.whole(0)
     worker.whole(1)
     with pytest.raises(NothingMore):
-        trainer.gather()
+        trainer.gather()  # no route yet
+    worker.route()
+    trainer.clock.now += 5 * TIMEOUT_S
+    with pytest.raises(NothingMore):
+        trainer.gather(events=[trainer.wait(TIMEOUT_S), trainer.wait(TIMEOUT_S)])
     worker.score(1)
+    found = trainer.gather(events=[trainer.wait(TIMEOUT_S)])
+    assert (groups(found), drops(found)) == (["g001"], [])
+    worker.score(0)
+    found = trainer.gather()
+    assert (groups(found), drops(found)) == (["g000"], [])
+
+
+def test_a_group_that_lacks_a_member_beside_its_scores_is_dropped_by_name(log: MemoryLog) -> None:
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1, batch=OPD)
+    worker.route()
+    worker.dispatch(0)
+    worker.finish(0, members=[0, 1, 2])
+    worker.whole(1)
+    worker.score(1)
+    trainer.clock.now += TIMEOUT_S
+    trainer.stream.poll(0.0)
     trainer.clock.now += TIMEOUT_S
     found = trainer.gather()
     assert groups(found) == ["g001"]
-    assert {reason for *_, reason in drops(found)} == {reasons.GROUP_INCOMPLETE}
+    assert drops(found) == [(f"g000-{member}", 0, reasons.GROUP_INCOMPLETE) for member in range(SIZE)]
+
+
+def test_an_overdue_group_of_which_nothing_is_scored_is_held(log: MemoryLog) -> None:
+    worker, trainer = GroupWriter(log), StreamTrainer(log, num_groups=1, train_overdue=True, batch=OPD)
+    worker.route()
+    worker.whole(0)
+    with pytest.raises(NothingMore):
+        trainer.gather(events=[trainer.wait(TIMEOUT_S), trainer.wait(TIMEOUT_S)])
+    worker.score(0, members=[2])
+    found = trainer.gather(events=[trainer.wait(TIMEOUT_S)])
+    assert [m.trajectory_id for m in found.plan.members] == ["g000-2"]
+    assert drops(found) == [(f"g000-{member}", 0, reasons.TEACHER_SCORE_MISSING) for member in (0, 1, 3)]
 
 
 def test_an_overdue_group_is_trained_with_the_members_that_are_scored(log: MemoryLog) -> None:

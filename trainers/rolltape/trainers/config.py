@@ -36,7 +36,9 @@ class TrainerConfig:
     (1 - epsilon_low, 1 + epsilon_high), which no source states and so has no default (D7). ``correction`` icepop takes
     tokens of the version alone that the step starts from; tis clamps and dis gates the ratio to whatever version
     sampled. Asynchronous runs only: rollouts more than ``staleness_tau`` published versions old are dropped, and
-    ``overdue_groups`` says what becomes of groups that are not complete ``group_timeout_s`` after they were first seen.
+    ``overdue_groups`` says what becomes of groups that are not complete ``group_timeout_s`` after they were first seen:
+    they are dropped, or trained with what they have. Groups that lack a teacher's scores or route alone are held with
+    drop, however long (an alarm tells of it), and with train while none of their members is scored (§4.9).
 
     What enters a batch. ``truncated`` keeps rollouts that were cut off by length, masks their tokens out of the loss,
     or takes their reward as 0; ``truncation_penalty`` is then subtracted from it. ``zero_std_groups`` drop leaves out

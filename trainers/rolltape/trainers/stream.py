@@ -42,6 +42,7 @@ class OpenGroup:
     judged: set[Attempt] = field(default_factory=set)
     closed: set[Attempt] = field(default_factory=set)  # by a dead letter, or cancelled: nothing more is waited for
     is_unfinished: bool = False  # the fold found it incomplete, and nothing of it came since
+    lacks_teacher_only: bool = False  # what the fold missed is a score, or a route, and no member's end
 
     @property
     def is_complete(self) -> bool:
@@ -49,6 +50,11 @@ class OpenGroup:
         if self.is_unfinished or len(self.newest) < self.size:
             return False
         return all(key in self.closed or (key in self.ended and key in self.judged) for key in self.newest.items())
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it waits for its teacher alone: it is held, however long, and never given up (algorithms.md §4.9)."""
+        return self.is_unfinished and self.lacks_teacher_only
 
     def given_up(self) -> list[Dropped]:
         """Its attempts, dropped because the group did not become complete in time."""

@@ -2,8 +2,10 @@
 
 Workers run ahead, so a batch is whatever is complete: the lowest group ordinals first, each group whole. Rollouts that
 are too old are dropped here, by name; a group that does not complete in time is dropped or, if the run says so, trained
-with the members that it has. What a batch took, what it dropped and where the reader has to start to see the rest are
-in ``batch_formed``, so a trainer that comes back neither repeats nor skips a group.
+with the members that it has. One that lacks its teacher alone is held instead: the scoring service says so by an alarm,
+and a teacher that is away is no reason to lose what it would have scored (algorithms.md §4.9). What a batch took, what
+it dropped and where the reader has to start to see the rest are in ``batch_formed``, so a trainer that comes back
+neither repeats nor skips a group.
 """
 
 from __future__ import annotations
@@ -39,8 +41,10 @@ class StreamRules:
 
     Attributes:
         num_groups: groups of a batch.
-        group_timeout_s: a group that is not complete so long after it was first seen is overdue.
-        train_overdue: train overdue groups with the members they have, as the batch's rules allow; else drop them.
+        group_timeout_s: a group that is not complete so long after it was first seen is overdue; not one that lacks a
+            teacher's scores or route alone.
+        train_overdue: train overdue groups with the members they have (and teachers have scored), as the batch's rules
+            allow; else drop them.
         batch: who may be trained.
     """
 
@@ -119,7 +123,7 @@ class StreamSource:
     def _look(self, versions: VersionRules) -> Gathered | None:
         now = self._clock()
         groups = self._stream.groups.values()
-        overdue = [g for g in groups if not g.is_complete and now - g.since >= self._rules.group_timeout_s]
+        overdue = [g for g in groups if self._is_overdue(g, now)]
         candidates = [g for g in groups if g.is_complete] + (overdue if self._rules.train_overdue else [])
         is_quiet = now - max(self._stream.last_news, self._began) >= self._rules.group_timeout_s
         if len(candidates) < self._rules.num_groups and not (is_quiet and (candidates or overdue)):
@@ -134,17 +138,26 @@ class StreamSource:
         self._seen = (-1, -1)
         return self._gathered(choice, given_up)
 
+    def _is_overdue(self, group: OpenGroup, now: float) -> bool:
+        if group.is_complete or (group.is_held and not self._rules.train_overdue):
+            return False
+        return now - group.since >= self._rules.group_timeout_s
+
     def _choose(self, candidates: Sequence[OpenGroup], versions: VersionRules) -> _Choice:
         folded, book = self._stream.fold(candidates), self._stream.book(self._rules.batch)
         versions = replace(versions, off_line=attempts_off_line(self._stream.actions(), self._live_versions))
         plan = plan_batch(folded, versions, self._rules.batch, book)
         current = folded.trajectories.filter(folded.trajectories["is_current"])
-        waiting = set(unfinished(current)["group_id"].to_pylist())
-        waiting |= {d.group_id for d in plan.dropped if (d.trajectory_id, d.attempt) in plan.awaiting}
+        running = set(unfinished(current)["group_id"].to_pylist())
+        unscored = {d.group_id for d in plan.dropped if (d.trajectory_id, d.attempt) in plan.awaiting} - running
+        found = groups_of(plan)
         for group in candidates:
-            group.is_unfinished = group.is_complete and group.group_id in waiting
+            # An overdue group is trained with the members that are scored; where none is, it goes on waiting.
+            is_held = group.group_id in unscored and (group.is_complete or group.group_id not in found)
+            group.is_unfinished = is_held or (group.is_complete and group.group_id in running)
+            group.lacks_teacher_only = is_held
         ready = {group.group_id: group.ordinal for group in candidates if not group.is_unfinished}
-        trainable = [group for group in groups_of(plan) if group in ready]
+        trainable = [group for group in found if group in ready]
         taken = sorted(trainable, key=lambda group: ready[group])[: self._rules.num_groups]
         return _Choice(folded=folded, plan=plan, taken=taken, refused=ready.keys() - set(trainable), book=book)
 
