@@ -20,6 +20,7 @@ from rolltape.store.lake import Lake
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.critic_model import CriticCounts
 from rolltape.trainers.history import RunHistory
 from rolltape.trainers.job import TrainerJob
 from rolltape.trainers.learner import Learner, build_learner, make_critic
@@ -27,6 +28,7 @@ from rolltape.trainers.pinned import PinnedBatch, read_pinned
 from rolltape.trainers.rerun import Rerun, train_pinned
 from rolltape.trainers.staleness import require_version
 from rolltape.trainers.step import StepOutcome
+from rolltape.trainers.variant_options import refuse_idle
 
 RECORDED: Final = "as recorded"
 
@@ -142,18 +144,33 @@ def variants_of(
         changes: options by algorithm; under "" those of all.
 
     Raises:
-        ConfigError: an option makes no sense with an algorithm.
+        ConfigError: an option makes no sense with an algorithm, or can change nothing of what is tried.
     """
-    variants = [Variant(name=f"{config.algorithm}, {RECORDED}", config=config)]
+    configs: dict[str, TrainerConfig] = {}
     for algorithm in algorithms or [config.algorithm]:
         options: dict[str, Any] = {**changes.get("", {}), **changes.get(algorithm, {})}
         if algorithm == config.algorithm:
-            changed = replace(config, **options)
+            configs[algorithm] = replace(config, **options)
         else:
-            changed = config.with_algorithm(algorithm, **{"critic_warmup_steps": 0, **options})  # type: ignore[arg-type]
+            options = {"critic_warmup_steps": 0, **options}
+            configs[algorithm] = config.with_algorithm(algorithm, **options)  # type: ignore[arg-type]
+    refuse_idle(config, configs, changes)
+    variants = [Variant(name=f"{config.algorithm}, {RECORDED}", config=config)]
+    for algorithm, changed in configs.items():
         if changed not in [variant.config for variant in variants]:
             variants.append(Variant(name=algorithm, config=changed))
     return variants
+
+
+def learner_for(config: TrainerConfig, learner: Learner) -> Learner:
+    """A copy of the run's learner for one step with ``config``, with a critic where that needs one."""
+    own = copy.deepcopy(learner)
+    if own.critic is not None:
+        # The run's updates were made in its own ratio; those of ``config`` may be in another.
+        own.critic.counts = CriticCounts(warmup_steps=own.critic.counts.warmup_steps)
+    elif config.uses_critic:
+        own.critic = make_critic(copy.deepcopy(own.model), config)
+    return own
 
 
 def _before(
@@ -188,9 +205,7 @@ def _try(
         batch = pinned.packed
         if config.needs_one_version:
             require_version(batch.policy_versions[batch.action_mask], version)
-        own = copy.deepcopy(learner)
-        if config.uses_critic and own.critic is None:
-            own.critic = make_critic(copy.deepcopy(own.model), config)
+        own = learner_for(config, learner)
         outcome = train_pinned(own, pinned, config, scorers=scorers_of(config))
     except (ConfigError, UntrainableError) as error:
         return Tried(variant=variant, refusal=str(error))
@@ -199,7 +214,16 @@ def _try(
 
 def _row(one: Tried, base: Tried | None) -> dict[str, Any]:
     row: dict[str, Any] = {"variant": one.variant.name}
-    names = ("loss", "grad_norm", "tokens", "trusted_frac", "pull_abs_mean", "pull_diff_mean", "pull_diff_max")
+    names = (
+        "loss",
+        "grad_norm",
+        "value_loss",
+        "tokens",
+        "trusted_frac",
+        "pull_abs_mean",
+        "pull_diff_mean",
+        "pull_diff_max",
+    )
     row |= dict.fromkeys((*names, "signs_flipped", "verdicts_differ", "refused"))
     if one.outcome is None or one.pinned is None:
         return {**row, "refused": one.refusal}
@@ -210,6 +234,7 @@ def _row(one: Tried, base: Tried | None) -> dict[str, Any]:
     row |= {
         "loss": outcome.loss,
         "grad_norm": outcome.grad_norm,
+        "value_loss": None if outcome.critic is None else outcome.critic.losses[-1],
         "tokens": count,
         "trusted_frac": float(outcome.trusted[tokens].double().mean()) if count else None,
         "pull_abs_mean": float(pull[tokens].abs().mean()) if count else None,

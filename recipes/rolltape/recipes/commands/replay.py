@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[ALGORITHM.]FIELD=VALUE",
-        help="a field of [trainer], for all algorithms tried or for one",
+        help="a field of [trainer] that enters a step, for all algorithms tried or for one",
     )
     parser.add_argument(
         "--tokens",
