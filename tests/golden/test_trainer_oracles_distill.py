@@ -9,9 +9,9 @@ from torch import Tensor
 from rolltape.trainers.aggregation import aggregation_weights
 from rolltape.trainers.dis import score_policy_loss
 from rolltape.trainers.distill import mixed_advantage, opd_gap, opd_policy_loss
+from rolltape.trainers.domains import domain_reports
 from rolltape.trainers.gates import icepop_gate, no_gate
 from rolltape.trainers.losses import clipped_policy_loss
-from rolltape.trainers.routing import RoutingTable, Teacher, domain_reports, routed_scores
 
 
 def f64(*values: float) -> Tensor:
@@ -97,22 +97,17 @@ def test_mixed_with_a_task() -> None:
 
 ROWS = torch.tensor([0, 0, 0, 1])
 STUDENT_TOKENS = f64(-0.2, -0.9, -1.5, -0.7)
-SCORES = {"math-teacher": f64(-0.1, -1.4, -1.0, -3.0), "code-teacher": f64(-5, -5, -5, -0.4)}
+SCORES = {"math": f64(-0.1, -1.4, -1.0, -3.0), "code": f64(-5, -5, -5, -0.4)}
 
 
-def table() -> RoutingTable:
-    teachers = {
-        name: Teacher(teacher_id=f"{name}-teacher", weights_digest=name, tokenizer_digest="t", vocab_size=8)
-        for name in ("math", "code")
-    }
-    return RoutingTable(teachers=teachers, student_tokenizer_digest="t", student_vocab_size=8)
+def scored(*domains: str) -> Tensor:
+    """Each token's log-prob by the teacher of its row's domain."""
+    return torch.stack([SCORES[domains[row]][token] for token, row in enumerate(ROWS.tolist())])
 
 
 @pytest.mark.parametrize(("mode", "loss"), [("seq_mean", 0.158333), ("token_mean", 0.132500)])
 def test_hard_routing(mode: str, loss: float) -> None:
-    routed = table().route(["math", "code"], SCORES)
-    teacher = routed_scores(routed, ROWS, SCORES)
-    gap = opd_gap(teacher, STUDENT_TOKENS)
+    gap = opd_gap(scored("math", "code"), STUDENT_TOKENS)
     assert gap.advantage.tolist() == pytest.approx((0.1, -0.5, 0.5, 0.3), abs=1e-6)
     weights = aggregation_weights(ROWS, mode=mode, num_rows=2)  # type: ignore[arg-type]
     current = STUDENT_TOKENS.clone().requires_grad_()
@@ -122,14 +117,12 @@ def test_hard_routing(mode: str, loss: float) -> None:
 
 
 def test_misrouted_row() -> None:
-    routed = table().route(["math", "math"], SCORES)
-    gap = opd_gap(routed_scores(routed, ROWS, SCORES), STUDENT_TOKENS)
+    gap = opd_gap(scored("math", "math"), STUDENT_TOKENS)
     assert gap.advantage[3].item() == pytest.approx(-2.3, abs=1e-6)
 
 
 def test_report_per_domain() -> None:
-    routed = table().route(["math", "code"], SCORES)
-    teacher = routed_scores(routed, ROWS, SCORES)
+    teacher = scored("math", "code")
     reports = domain_reports(
         ["math", "code"], ROWS, opd_gap(teacher, STUDENT_TOKENS), opd_gap(teacher, STUDENT_TOKENS, max_gap=0.4)
     )

@@ -17,6 +17,7 @@ from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.batch import PackedBatch, TeacherScores
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.distill import opd_gap
 from rolltape.trainers.members import MemberPacker, pack_members
 from rolltape.trainers.pinned import member_columns
 from rolltape.trainers.score_book import ScoreBook
@@ -114,6 +115,28 @@ def test_the_first_in_the_log_counts_whatever_order_the_rows_are_read_in(tape: T
     assert structs.field("teacher_event_ids").to_pylist() == [[first]]
     _, teacher = packed(tape)
     assert teacher.log_probs[2:].tolist() == [-1.0, -2.0, -3.0]
+
+
+def test_rows_are_scored_by_their_own_domains_teachers(tape: Tape) -> None:
+    """The oracle of §4.9, from the tape to the gap."""
+    one_turn(tape, "a")
+    one_turn(tape, "b", tokens=(5,), domain="code")
+    score(tape, "a", "teacher-math", log_probs=[-0.1, -1.4, -1.0])
+    score(tape, "b", "teacher-code", log_probs=[-0.4])
+    batch, teacher = packed(tape)
+    student = torch.tensor([-0.2, -0.9, -1.5, -0.7])
+    gap = opd_gap(teacher.log_probs[batch.action_mask], student).advantage
+    assert gap.tolist() == pytest.approx([0.1, -0.5, 0.5, 0.3], abs=1e-6)
+
+
+def test_a_domain_is_matched_exactly_or_held(tape: Tape) -> None:
+    for name, domain in (("a", "Math"), ("b", "math "), ("c", "mathematics")):
+        problem(tape, f"problem-{domain}", domain)
+        one_turn(tape, name, domain=domain)
+        score(tape, name, "teacher-math")
+    _, plan, _ = planned(tape)
+    assert {d.trajectory_id: d.reason for d in plan.dropped} == dict.fromkeys("abc", "unknown_domain")
+    assert plan.awaiting == {(name, 0) for name in "abc"}
 
 
 def test_a_misrouted_score_is_refused_and_never_stands_in(tape: Tape) -> None:

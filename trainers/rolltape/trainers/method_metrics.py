@@ -17,8 +17,8 @@ from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.critic_step import CriticOutcome
 from rolltape.trainers.dis import dis_surrogate
 from rolltape.trainers.distill import opd_gap
+from rolltape.trainers.domains import domain_reports
 from rolltape.trainers.gates import dis_gate
-from rolltape.trainers.routing import domain_reports
 from rolltape.trainers.safe_math import raw_ratio
 from rolltape.trainers.step import StepOutcome
 
