@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from rolltape.numerics.logprob import TokenLogProbs, linear_log_probs
 from rolltape.numerics.models import model_parts
+from rolltape.numerics.support import TokenSupport
 from rolltape.schema.errors import ConfigError
 
 
@@ -37,6 +38,8 @@ class MicroBatch:
     """``[M]`` int64, the scored ids."""
     flat_index: Tensor
     """``[M]`` int64, places of the scored tokens in the flat batch."""
+    support: TokenSupport | None = None
+    """Of the ``M`` scored tokens; None: all were sampled from the whole vocabulary."""
 
 
 def plan_micro_batches(lengths: np.ndarray, token_budget: int) -> list[np.ndarray]:
@@ -68,6 +71,7 @@ def micro_batches(
     token_budget: int,
     scored: Tensor | None = None,
     device: torch.device | None = None,
+    support: TokenSupport | None = None,
 ) -> Iterator[MicroBatch]:
     """Cut a packed batch into micro-batches, in a fixed order.
 
@@ -78,6 +82,7 @@ def micro_batches(
         scored: ``[N]`` bool, tokens whose log-prob is wanted; default all. A row's first token has no prefix and is
             never scored. Rows without a scored token are left out.
         device: where the micro-batch's tensors go; default where ``token_ids`` is.
+        support: of the ``N`` tokens, on the CPU.
 
     Raises:
         ConfigError: bounds that do not describe ``token_ids``, or a mask of another length.
@@ -92,7 +97,7 @@ def micro_batches(
     row_of = np.repeat(np.arange(len(lengths)), lengths)
     counts = np.bincount(row_of[wanted], minlength=len(lengths))
     for rows in plan_micro_batches(np.where(counts > 0, lengths, 0), token_budget):
-        yield _build(ids, bounds, wanted, rows, device or token_ids.device)
+        yield _build(ids, bounds, wanted, rows, device or token_ids.device, support)
 
 
 def _checked_bounds(token_ids: Tensor, cu_seqlens: Tensor) -> np.ndarray:
@@ -105,7 +110,12 @@ def _checked_bounds(token_ids: Tensor, cu_seqlens: Tensor) -> np.ndarray:
 
 
 def _build(
-    ids: np.ndarray, bounds: np.ndarray, wanted: np.ndarray, rows: np.ndarray, device: torch.device
+    ids: np.ndarray,
+    bounds: np.ndarray,
+    wanted: np.ndarray,
+    rows: np.ndarray,
+    device: torch.device,
+    support: TokenSupport | None,
 ) -> MicroBatch:
     lengths = bounds[rows + 1] - bounds[rows]
     width = max(1, int(lengths.max()) - 1)
@@ -122,6 +132,7 @@ def _build(
         source=torch.from_numpy(source).to(device),
         targets=torch.from_numpy(ids[flat_index]).to(device),
         flat_index=torch.from_numpy(flat_index).to(device),
+        support=None if support is None else support.take(torch.from_numpy(flat_index), device=device),
     )
 
 
@@ -142,6 +153,7 @@ def score_micro_batch(
         batch.targets,
         temperature=temperature,
         with_entropy=with_entropy,
+        support=batch.support,
     )
 
 
@@ -154,10 +166,12 @@ def packed_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     scored: Tensor | None = None,
+    support: TokenSupport | None = None,
 ) -> TokenLogProbs:
     """Log-prob of every token of a packed batch, given everything before it in its row.
 
-    Returns ``[N]`` float32: entry t scores token t; entry 0 of each row, and tokens outside ``scored``, are 0.
+    Returns ``[N]`` float32: entry t scores token t, over its ``support`` where it has one; entry 0 of each row, and
+    tokens outside ``scored``, are 0.
     Differentiable; for the backward pass of a large batch use :func:`micro_batches` and :func:`score_micro_batch`
     one by one, so that only one micro-batch's activations are held.
 
@@ -168,7 +182,10 @@ def packed_log_probs(
     log_probs: list[Tensor] = []
     entropies: list[Tensor] = []
     device = model_parts(model).output_weight.device
-    for batch in micro_batches(token_ids, cu_seqlens, token_budget=token_budget, scored=scored, device=device):
+    parts = micro_batches(
+        token_ids, cu_seqlens, token_budget=token_budget, scored=scored, device=device, support=support
+    )
+    for batch in parts:
         scores = score_micro_batch(model, batch, temperature=temperature, with_entropy=with_entropy)
         indexes.append(batch.flat_index)
         log_probs.append(scores.log_probs)

@@ -115,10 +115,11 @@ class RunConfig:
                 f"rollout.group_size: expected 2 or more with algorithm {trainer.algorithm}, which compares members of "
                 f"a group, got {rollout.group_size}"
             )
-        if trainer.uses_ratio and (rollout.top_p < 1 or rollout.top_k > 0):
+        limits_support = rollout.top_p < 1 or rollout.top_k > 0
+        if limits_support and trainer.uses_ratio and trainer.uses_teacher_scores:
             raise ConfigError(
-                f"rollout.top_p, rollout.top_k: expected 1.0 and 0 with algorithm {trainer.algorithm}, whose ratio "
-                f"compares log-probs over the whole vocabulary, got {rollout.top_p} and {rollout.top_k}"
+                f"rollout.top_p, rollout.top_k: expected 1.0 and 0 with algorithm {trainer.algorithm}, whose teachers "
+                f"score over the whole vocabulary, got {rollout.top_p} and {rollout.top_k}"
             )
 
     def to_json(self) -> str:

@@ -10,8 +10,8 @@ were aborted), so a fold over a part of the tape agrees with a fold over all of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
 
@@ -25,12 +25,14 @@ from rolltape.schema.fold_inputs import FOLDED_COLUMNS, KEYED_KINDS, Keys, KindR
 from rolltape.schema.fold_parts import fold_parts
 from rolltape.schema.fold_schema import SEGMENT_SCHEMA, TRAJECTORY_SCHEMA
 from rolltape.schema.fold_segments import segment_table
+from rolltape.schema.fold_supports import SUPPORT_SCHEMA, support_table
 from rolltape.schema.fold_trajectories import trajectory_table
 
 __all__ = [
     "FOLDED_COLUMNS",
     "FOLDED_KINDS",
     "SEGMENT_SCHEMA",
+    "SUPPORT_SCHEMA",
     "TRAJECTORY_SCHEMA",
     "Fold",
     "content_digests_of",
@@ -48,11 +50,13 @@ _MAX_VALUES: Final = 1 << 30  # list values folded at once: half of what 32-bit 
 class Fold:
     """What events say: one row per attempt (:data:`TRAJECTORY_SCHEMA`), one per segment (:data:`SEGMENT_SCHEMA`).
 
-    Rows are ordered by (run, trajectory, attempt, segment).
+    Rows are ordered by (run, trajectory, attempt, segment). ``supports`` (:data:`SUPPORT_SCHEMA`) has a row for each
+    segment that was sampled from a kept part of the vocabulary, where the tape says which.
     """
 
     trajectories: pa.Table
     segments: pa.Table
+    supports: pa.Table = field(default_factory=SUPPORT_SCHEMA.empty_table)
 
 
 def fold(events: Mapping[str, pa.Table]) -> Fold:
@@ -65,18 +69,33 @@ def fold(events: Mapping[str, pa.Table]) -> Fold:
     keys, kinds = read_inputs(events)
     folded = [_fold_shard(part, rows, events) for part, rows in _shards(keys, kinds)]
     return Fold(
-        trajectories=pa.concat_tables([trajectories for trajectories, _ in folded]),
-        segments=pa.concat_tables([segments for _, segments in folded]),
+        trajectories=pa.concat_tables([part.trajectories for part in folded]),
+        segments=pa.concat_tables([part.segments for part in folded]),
+        supports=_joined_supports(folded),
     )
 
 
-def _fold_shard(keys: Keys, kinds: Mapping[str, KindRows], events: Mapping[str, pa.Table]) -> tuple[pa.Table, pa.Table]:
-    """Trajectories and segments of whole trajectories; ``events`` holds the kinds that no attempt owns."""
+def _joined_supports(folded: Sequence[Fold]) -> pa.Table:
+    """Supports of shards in order, their rows numbered among the segments of all."""
+    shards, first = [], 0
+    for part in folded:
+        moved = pc.add(part.supports["segment"], first)
+        shards.append(part.supports.set_column(0, SUPPORT_SCHEMA.field("segment"), moved))
+        first += part.segments.num_rows
+    return pa.concat_tables(shards)
+
+
+def _fold_shard(keys: Keys, kinds: Mapping[str, KindRows], events: Mapping[str, pa.Table]) -> Fold:
+    """The fold of whole trajectories; ``events`` holds the kinds that no attempt owns."""
     parts = fold_parts(keys, kinds, events)
     identity = identity_columns(kinds, keys)
     purposes, revisions = RunFacts(events).columns(keys.run_ids, identity["run_epoch"])
     identity["purpose"] = pc.coalesce(identity["purpose"], purposes)
-    return trajectory_table(parts, identity), segment_table(parts, identity, revisions)
+    return Fold(
+        trajectories=trajectory_table(parts, identity),
+        segments=segment_table(parts, identity, revisions),
+        supports=support_table(parts),
+    )
 
 
 def _shards(keys: Keys, kinds: dict[str, KindRows]) -> list[tuple[Keys, dict[str, KindRows]]]:

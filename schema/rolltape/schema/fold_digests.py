@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -52,7 +53,7 @@ def content_digests_of(fold: Fold) -> pa.Table:
     trajectories, segments = fold.trajectories, fold.segments
     shown = bools_of(single(pc.greater(trajectories["num_segments"], 0)))
     chosen = trajectories.filter(pa.array(shown))
-    digests = segment_digests(segments, _rewards(chosen))
+    digests = segment_digests(segments, _rewards(chosen), fold.supports)
     columns = [chosen["run_id"], chosen["trajectory_id"], chosen["attempt"]]
     names = DIGEST_SCHEMA.names[3:]
     columns += [
@@ -72,16 +73,20 @@ def _rewards(trajectories: pa.Table) -> list[float | Array | None]:
     return rewards
 
 
-def segment_digests(segments: pa.Table, rewards: Sequence[float | Array | None]) -> list[ContentDigests]:
+def segment_digests(
+    segments: pa.Table, rewards: Sequence[float | Array | None], supports: pa.Table | None = None
+) -> list[ContentDigests]:
     """Content digests of whole attempts.
 
     Args:
         segments: rows of ``SEGMENT_SCHEMA``; all segments of an attempt stand together, in order.
         rewards: what each attempt is trained with, in the order of the attempts: a scalar, an array of numbers where
             there are rewards of single tokens, or None: it has none.
+        supports: the fold's, whose rows number those of ``segments``; None: there are none.
 
     Digested are, for each attempt: of every segment the lengths of context and response and their ids; then over all
-    its responses the log-probs, the two masks stacked, and the versions; then the reward.
+    its responses the log-probs, the two masks stacked, and the versions; then the reward. Where log-probs are over a
+    kept support, its counts and ids are digested behind them.
 
     Raises:
         ValueError: more or fewer rewards than attempts.
@@ -97,18 +102,34 @@ def segment_digests(segments: pa.Table, rewards: Sequence[float | Array | None])
     response_mask, _ = _flat(segments, "response_mask")
     observation_mask, _ = _flat(segments, "observation_mask")
     versions, _ = _flat(segments, "policy_versions")
+    kept = _supports_by_row(supports)
     digests = []
     for low, high, reward in zip(bounds[:-1].tolist(), bounds[1:].tolist(), rewards, strict=True):
         tokens = slice(int(token_bounds[low]), int(token_bounds[high]))
         digest = content_digests(
             token_ids=ids[id_bounds[low] : id_bounds[high]],
-            log_probs=log_probs[tokens],
+            log_probs=np.concatenate([log_probs[tokens], *(part for row in range(low, high) for part in kept[row])])
+            if kept
+            else log_probs[tokens],
             masks=np.stack([response_mask[tokens], observation_mask[tokens]]),
             versions=versions[tokens],
             rewards=np.atleast_1d(np.array([] if reward is None else reward, np.float64)),
         )
         digests.append(digest)
     return digests
+
+
+def _supports_by_row(supports: pa.Table | None) -> Mapping[int, tuple[Array, Array]]:
+    """Counts and ids of each segment's kept supports, as float32 of the same bits; empty where there are none."""
+    if supports is None or not supports.num_rows:
+        return {}
+    nothing: Array = np.empty(0, np.float32)
+    found: defaultdict[int, tuple[Array, Array]] = defaultdict(lambda: (nothing, nothing))
+    rows = supports["segment"].to_pylist()
+    for row, counts, ids in zip(rows, supports["counts"], supports["token_ids"], strict=True):
+        if counts.is_valid:
+            found[row] = (counts.values.to_numpy().view(np.float32), ids.values.to_numpy().view(np.float32))
+    return found
 
 
 def _first_rows(segments: pa.Table) -> Ints:

@@ -227,8 +227,8 @@ def _surely_trusted(values: Array) -> bool:
     return bool(values.max() <= MAX_LOG_PROB and values.min() > max(SENTINELS))
 
 
-def support_is_known(actions: KindRows) -> Bools:
-    """For each action whether its log-probs are over the whole vocabulary, or over a support that the tape holds."""
+def limits_support(actions: KindRows) -> Bools:
+    """For each action whether its log-probs are over a part of the vocabulary: processed, of a limited distribution."""
     sampling = actions.field("sampling")
 
     def of(name: str) -> pa.Array:
@@ -240,6 +240,12 @@ def support_is_known(actions: KindRows) -> Bools:
         | bools_of(pc.greater(of("min_p"), 0.0))
     )
     raw = bools_of(pc.equal(of("logprobs_mode"), "raw_logprobs"))
+    limited: Bools = cut & ~raw
+    return limited
+
+
+def support_is_known(actions: KindRows) -> Bools:
+    """For each action whether its log-probs are over the whole vocabulary, or over a support that the tape holds."""
     stored = valid_of(actions.field("support_token_ids")) & valid_of(actions.field("support_offsets"))
-    known: Bools = ~cut | raw | stored
+    known: Bools = ~limits_support(actions) | stored
     return known

@@ -129,7 +129,7 @@ UNTRAINABLE_REASONS: Final = MappingProxyType(
         STALE: "older than the staleness bound",
         GROUP_INCOMPLETE: "too few valid members in its group",
         GROUP_OF_ONE: "a group of one has no group statistics",
-        LIMITED_SUPPORT: "its log-probs are over the kept support of top-p, top-k or min-p, the trainer's over all",
+        LIMITED_SUPPORT: "its log-probs are over a kept support that the tape lacks, or its teacher's are over all",
         UNSCALED_LOG_PROBS: "its log-probs are raw, and it was sampled at another temperature than 1",
         ZERO_STD_GROUP: "all rewards of its group are equal, and the run drops such groups",
         SEGMENT_MISSING: "a segment of the rollout is missing; it is trained whole or not at all",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rolltape.numerics.models import ModelSpec, build_model
 from rolltape.numerics.packed import MicroBatch, micro_batches, packed_log_probs
+from rolltape.numerics.support import TokenSupport
 from rolltape.numerics.weights import named_gradients, named_weights
 from rolltape.schema.errors import ConfigError
 from rolltape.trainers.batch import PackedBatch, TokenRewards
@@ -38,6 +39,7 @@ class Options(NamedTuple):
     recompute: bool = False
     compute_dtype: torch.dtype | None = None
     model_dtype: str = "float32"
+    limited: bool = False  # every token was sampled from a part of the vocabulary
 
 
 class Found(NamedTuple):
@@ -89,6 +91,12 @@ def reordered(order: tuple[int, ...]) -> PackedBatch:
     return dataclasses.replace(whole, **changes)
 
 
+def support_of(ids: Tensor) -> TokenSupport:
+    """Of every token: itself and the next two ids."""
+    kept = torch.stack([ids, (ids + 1) % 16, (ids + 2) % 16], 1).flatten()
+    return TokenSupport(ids=kept, offsets=torch.arange(len(ids) + 1) * 3)
+
+
 def run_step(config: TrainerConfig, options: Options, *, sharded: bool) -> Found:
     """One step, in this process or as one of the ranks."""
     spec = ModelSpec(name=MODEL, family="char", dtype=options.model_dtype)  # type: ignore[arg-type]
@@ -97,9 +105,10 @@ def run_step(config: TrainerConfig, options: Options, *, sharded: bool) -> Found
         recompute_blocks(model)
     ranks: Ranks = ShardedRanks(model, compute_dtype=options.compute_dtype) if sharded else ONE_PROCESS
     optimizer = make_optimizer(model, config)
-    outcome = train_step(
-        Learner(model, optimizer), reordered(options.order), config, step=1, temperature=0.9, ranks=ranks
-    )
+    packed = reordered(options.order)
+    if options.limited:
+        packed = dataclasses.replace(packed, support=support_of(packed.token_ids))
+    outcome = train_step(Learner(model, optimizer), packed, config, step=1, temperature=0.9, ranks=ranks)
     gradients, weights = (dict(ranks.whole(named(model))) for named in (named_gradients, named_weights))
     return Found(outcome, *({k: v.clone() for k, v in part.items()} for part in (gradients, weights)))
 
@@ -150,6 +159,15 @@ def test_two_ranks_find_what_one_process_finds(two_ranks: Processes, token_budge
     assert found[0].outcome.loss_bits == found[1].outcome.loss_bits
     assert found[0].outcome.gradient_digests == found[1].outcome.gradient_digests
     assert found[0].outcome.weight_digests == found[1].outcome.weight_digests
+
+
+def test_two_ranks_score_over_the_same_supports(two_ranks: Processes) -> None:
+    config = dataclasses.replace(CONFIG, icepop_beta=1e3)
+    expected = alone(config, Options(limited=True))
+    assert bool(expected.outcome.trusted.any())
+    assert not torch.equal(expected.outcome.old_log_probs, alone(config).outcome.old_log_probs)
+    for result in two_ranks.run(on_a_rank, config, Options(limited=True)):
+        assert_same(result, expected)
 
 
 @pytest.mark.parametrize("token_budget", [10, 24])

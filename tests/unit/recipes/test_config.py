@@ -21,6 +21,10 @@ from rolltape.store.lake import Lake
 from rolltape.store.location import Location
 
 SECRET = "hunter2-planted"
+TAUGHT: dict[str, Any] = {
+    "trainer": {"algorithm": "opd"},
+    "teachers": {"routes": [{"domain": "d", "lake": "lake", "run": "teacher"}]},
+}
 
 
 def test_json_and_toml_round_trip(tmp_path: Path) -> None:
@@ -50,8 +54,8 @@ def test_json_and_toml_round_trip(tmp_path: Path) -> None:
         ({"rollout": {"temperature": 0}}, "rollout.temperature"),
         ({"rollout": {"group_size": 0}}, "rollout.group_size"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size: expected 2 or more with algorithm grpo"),
-        ({"rollout": {"top_p": 0.9}}, "rollout.top_p, rollout.top_k: expected 1.0 and 0 with algorithm grpo"),
-        ({"rollout": {"top_k": 5}}, "rollout.top_p, rollout.top_k: expected 1.0 and 0 with algorithm grpo"),
+        ({"rollout": {"top_p": 0.9}, **TAUGHT}, "rollout.top_p, rollout.top_k: expected 1.0 and 0 with algorithm opd"),
+        ({"rollout": {"top_k": 5}, **TAUGHT}, "rollout.top_p, rollout.top_k: expected 1.0 and 0 with algorithm opd"),
         ({"rolout": {}}, "rolout"),
         ({"trainer": {"learning_rate": 1e-3}}, "trainer.learning_rate"),
     ],
@@ -59,6 +63,13 @@ def test_json_and_toml_round_trip(tmp_path: Path) -> None:
 def test_refused_by_name(data: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         RunConfig.from_dict(data)
+
+
+@pytest.mark.parametrize("sampling", [{"top_p": 0.8}, {"top_k": 5}])
+def test_a_limited_support_is_allowed_where_it_is_replayed(sampling: dict[str, Any]) -> None:
+    assert RunConfig.from_dict({"rollout": sampling}).trainer.uses_ratio
+    divergence = {**TAUGHT, "trainer": {"algorithm": "opd", "opd_form": "full"}, "rollout": sampling}
+    assert not RunConfig.from_dict(divergence).trainer.uses_ratio
 
 
 def test_budgets_of_agents_come_out_of_the_file_as_they_went_in(tmp_path: Path) -> None:

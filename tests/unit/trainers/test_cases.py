@@ -140,9 +140,11 @@ def test_case_d7_a_ratio_over_an_unknown_support_is_refused(tape: Tape, group: G
     assert dropped(tape) == {name: "unknown_support"}
 
 
-def test_case_d7_a_stored_support_is_refused_where_a_ratio_is_asked_and_only_there(tape: Tape, group: Group) -> None:
+def test_case_d7_a_support_that_cannot_be_replayed_is_refused_where_a_ratio_is_asked_and_only_there(
+    tape: Tape, group: Group
+) -> None:
     """Its log-probs are over what was kept, the trainer's over all: the ratio would carry the kept mass."""
-    kept: dict[str, Any] = {"support_token_ids": [[5, 6, 7, 6]], "support_offsets": [[0, 2, 4]]}
+    kept: dict[str, Any] = {"support_token_ids": [[5, 6, 7, 6]], "support_offsets": [[0, 4]]}
     name = group.add("a", 1, sampling=[{**SAMPLING, "top_p": 0.8}], **kept)
     raw = group.add("b", 1, sampling=[{**SAMPLING, "top_p": 0.8, "logprobs_mode": "raw_logprobs"}])
     assert dropped(tape) == {name: "limited_support"}, raw

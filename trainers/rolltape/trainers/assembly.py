@@ -145,7 +145,7 @@ def plan_batch(
     why = [refusal(row, versions, rules) for row in rows]
     _refuse_among(rows, why, lacking_segments(folded), reasons.SEGMENT_MISSING)
     if rules.needs_ratio:
-        _refuse_among(rows, why, limited_supports(folded), reasons.LIMITED_SUPPORT)
+        _refuse_among(rows, why, limited_supports(folded, rules), reasons.LIMITED_SUPPORT)
     awaiting = _refuse_unscored(folded, rows, why, rules, book)
     dropped = [_dropped(row, reason) for row, reason in zip(rows, why, strict=True) if reason is not None]
     valid = [index for index, reason in enumerate(why) if reason is None]

@@ -8,6 +8,8 @@ from typing import Any, Final
 
 import torch
 
+from rolltape.numerics.support import TokenSupport
+
 _FROM_ROWS: Final[Any] = None
 """Stands for what follows from the rows alone until ``__post_init__`` has put it in."""
 
@@ -66,6 +68,7 @@ class PackedBatch:
     token_rewards: TokenRewards = _FROM_ROWS
     teacher: TeacherScores | None = None
     domains: tuple[str | None, ...] = _FROM_ROWS  # [M], None: unknown
+    support: TokenSupport | None = None  # of the N tokens; those that are not to be trained have none
 
     def __post_init__(self) -> None:
         members = self.rewards.numel()
@@ -119,4 +122,5 @@ def _ranks(row_member: torch.Tensor) -> torch.Tensor:
 def _num_bytes(holder: PackedBatch | TokenRewards | TeacherScores) -> int:
     values = [getattr(holder, field.name) for field in fields(holder)]
     own = sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+    own += sum(value.nbytes for value in values if isinstance(value, TokenSupport))
     return own + sum(_num_bytes(value) for value in values if isinstance(value, TokenRewards | TeacherScores))

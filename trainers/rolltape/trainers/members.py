@@ -19,7 +19,8 @@ from rolltape.trainers.batch import PackedBatch, TokenRewards
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.packing import BatchBuilder, RowScore
 from rolltape.trainers.score_book import Matched, ScoreBook
-from rolltape.trainers.segments import TrainedSegments, token_reward_rows
+from rolltape.trainers.segments import TrainedSegments, limited_supports, token_reward_rows
+from rolltape.trainers.supports import SegmentSupports
 
 TRUNCATED: Final = "truncated"
 GRPO_RULES: Final = BatchRules()
@@ -106,8 +107,10 @@ class MemberPacker:
         """Add members of a fold that holds them.
 
         Raises:
-            UntrainableError: a member's teacher has not scored it, or scored something else; names the reason.
+            UntrainableError: a member's teacher has not scored it, or scored something else, or its log-probs are over
+                a support that cannot be replayed; names the reason.
         """
+        self._require_comparable(folded, members)
         segments = TrainedSegments.of(folded, self._rules)
         index = fold_index(folded)
         columns = {name: folded.trajectories[name].to_pylist() for name in ("reward", "status", "problem_id")}
@@ -137,7 +140,8 @@ class MemberPacker:
         self._modes |= set(
             folded.trajectories["logprobs_mode"].take(pa.array(with_rows, pa.int64())).unique().to_pylist()
         )
-        self._builder.add(segments.flat, rows, row_member, self._scores(matched, segments, rows))
+        scores, supports = self._scores(matched, segments, rows), SegmentSupports.of(folded.supports)
+        self._builder.add(segments.flat, rows, row_member, scores, supports)
         self._members += members
 
     def finish(self) -> PackedBatch:
@@ -177,6 +181,15 @@ class MemberPacker:
         for sentinel in self._rules.sentinels:
             batch.rollout_log_probs[batch.rollout_log_probs == sentinel] = torch.nan
         return batch
+
+    def _require_comparable(self, folded: Fold, members: Sequence[Member]) -> None:
+        limited = limited_supports(folded, self._rules) if self._rules.needs_ratio else set()
+        for member in members if limited else ():
+            if member.key in limited:
+                raise UntrainableError(
+                    f"{reasons.LIMITED_SUPPORT}: trajectory {member.trajectory_id} attempt {member.attempt}: "
+                    f"{reasons.REASONS[reasons.LIMITED_SUPPORT]}; leave it out, or sample with top_p 1 and top_k 0"
+                )
 
     def _matched(self, folded: Fold, segments: TrainedSegments, members: Sequence[Member]) -> Matched | None:
         if self._book is None:

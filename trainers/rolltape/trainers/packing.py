@@ -12,6 +12,7 @@ import pyarrow as pa
 import torch
 
 from rolltape.trainers.batch import PackedBatch, TeacherScores
+from rolltape.trainers.supports import SegmentSupports, SupportPacker
 
 Offsets = npt.NDArray[np.int64]
 
@@ -138,6 +139,7 @@ class BatchBuilder:
         self._context_lengths: list[int] = []
         self._lengths: list[int] = []
         self._row_member: list[int] = []
+        self._supports = SupportPacker()
 
     @property
     def num_rows(self) -> int:
@@ -150,10 +152,12 @@ class BatchBuilder:
         row_indexes: Sequence[int],
         row_member: Sequence[int],
         scores: Sequence[RowScore | None] = (),
+        supports: SegmentSupports | None = None,
     ) -> None:
         """Pack rows of ``flat`` in the order given; a row may be taken twice (padding copies).
 
-        ``scores`` are of each row, where the builder packs any.
+        ``scores`` are of each row, where the builder packs any. A sampled token that is not in its own support gets no
+        log-prob: whatever the tape holds for it is none.
         """
         rows = np.asarray(row_indexes, dtype=np.int64)
         contexts = flat.prompt_at[rows + 1] - flat.prompt_at[rows]
@@ -169,6 +173,8 @@ class BatchBuilder:
             start += context + response
         if self._with_scores:
             self._add_scores(lengths, scores)
+        if supports is not None:
+            self._add_supports(supports, rows, contexts, lengths)
         self._num_tokens = start
         self._context_lengths += contexts.tolist()
         self._lengths += lengths.tolist()
@@ -220,6 +226,19 @@ class BatchBuilder:
                     self._top_log_probs[tokens] = score.top_k_log_probs
             start += length
 
+    def _add_supports(self, supports: SegmentSupports, rows: Offsets, contexts: Offsets, lengths: Offsets) -> None:
+        """Note the supports of rows of these lengths, behind the tokens that were there."""
+        end = self._num_tokens
+        for row, context, length in zip(rows.tolist(), contexts.tolist(), lengths.tolist(), strict=True):
+            response = slice(end + context, end + length)
+            end += length
+            own = supports.of_row(row)
+            if own is not None:
+                outside = self._supports.add(
+                    own, response.start, self._token_ids[response], self._action_mask[response]
+                )
+                self._log_probs[response][outside] = np.nan
+
     def scores(self, teacher_ids: tuple[str | None, ...]) -> TeacherScores:
         """What teachers said of all rows added; ``teacher_ids`` of the members."""
         total, has_top_k = self._num_tokens, self._top_k > 0
@@ -250,5 +269,6 @@ class BatchBuilder:
             rewards=torch.as_tensor(rewards, dtype=torch.float64),
             groups=torch.as_tensor(groups, dtype=torch.int64),
             is_padding=torch.as_tensor(is_padding, dtype=torch.bool),
+            support=self._supports.finish(total),
             **more,
         )

@@ -102,21 +102,17 @@ def lacking_segments(folded: Fold) -> set[Attempt]:
     return {keys[row] for row in torch.nonzero(~complete).flatten().tolist()}
 
 
-def limited_supports(folded: Fold) -> set[Attempt]:
-    """Attempts whose log-probs are over a part of the vocabulary: processed, with top-p, top-k or min-p active."""
-    segments = folded.segments
-    sampling = segments["sampling_config"].combine_chunks()
-    cut = pc.or_kleene(
-        pc.less(pc.struct_field(sampling, "top_p"), 1.0),
-        pc.or_kleene(
-            pc.greater(pc.struct_field(sampling, "top_k"), 0), pc.greater(pc.struct_field(sampling, "min_p"), 0.0)
-        ),
-    )
-    processed = pc.not_equal(pc.struct_field(sampling, "logprobs_mode"), "raw_logprobs")
-    limited = pc.and_kleene(cut, processed).fill_null(False)
-    if not pc.any(limited).as_py():
+def limited_supports(folded: Fold, rules: BatchRules) -> set[Attempt]:
+    """Attempts whose log-probs nothing can be compared with: they are over a part of the vocabulary that is not known.
+
+    A kept support that the tape holds for all tokens is replayed; a teacher's scores are over the whole vocabulary.
+    """
+    supports = folded.supports
+    if rules.teacher != "scores":
+        supports = supports.filter(pc.invert(supports["is_whole"]))
+    if not supports.num_rows:
         return set()
-    taken = segments.filter(limited)
+    taken = folded.segments.select(["trajectory_id", "attempt"]).take(supports["segment"])
     return set(zip(taken["trajectory_id"].to_pylist(), taken["attempt"].to_pylist(), strict=True))
 
 

@@ -259,7 +259,9 @@ class _Work:
         def all_parts() -> Iterator[MicroBatch]:
             batch, budget = self.algorithm.batch, self.algorithm.config.token_budget
             scored = self.algorithm.trained
-            for part in micro_batches(batch.token_ids, batch.cu_seqlens, token_budget=budget, scored=scored):
+            for part in micro_batches(
+                batch.token_ids, batch.cu_seqlens, token_budget=budget, scored=scored, support=batch.support
+            ):
                 if sizes is not None:
                     sizes.append(part.rows.numel())
                 yield part
@@ -329,7 +331,9 @@ def _with_divergence(
     """Log-probs, entropy, divergence, and whether that is a number, of a part's tokens from one pass of the model."""
     weight = model_parts(model).output_weight
     states = states_before(model, part)
-    scores = linear_log_probs(states, weight, part.targets, temperature=temperature, with_entropy=True)
+    scores = linear_log_probs(
+        states, weight, part.targets, temperature=temperature, with_entropy=True, support=part.support
+    )
     assert scores.entropy is not None
     found = algorithm.divergence(part, states, weight)
     return scores.log_probs, scores.entropy, found.divergence, found.trusted
