@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
+import threading
+import time
 from typing import Final
 
 from rolltape.schema.errors import RolltapeError
@@ -29,6 +32,9 @@ COMMANDS: Final = {
     "teacher": "run the scoring service of a run that has teachers",
 }
 
+PARENT_VARIABLE: Final = "ROLLTAPE_PARENT"
+"""Process id of the supervisor that started this program, and without which it has nothing to do."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage."""
@@ -38,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.command is None:
         parser.print_help()
         return 2
+    _end_with_parent()
     try:
         return int(importlib.import_module(f"rolltape.recipes.commands.{_module(options.command)}").run(options))
     except RolltapeError as error:
@@ -51,6 +58,20 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output went away (`| head`); that is no failure of ours.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _end_with_parent() -> None:
+    """End where the supervisor was killed: nobody would start this again, and a new supervisor's would be refused."""
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if not parent:
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="rolltape-parent", daemon=True).start()
 
 
 def _module(command: str) -> str:

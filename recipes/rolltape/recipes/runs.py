@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rolltape.ingest.log import EventLog, open_log
 from rolltape.ingest.recorder import Recorder
 from rolltape.recipes.config import RunConfig
-from rolltape.recipes.supervisor import Supervisor, children_of
+from rolltape.recipes.supervisor import Supervisor, children_of, stopped_by_sigterm
 from rolltape.schema.errors import ConfigError, FlushTimeout, ReplayError
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location
@@ -182,19 +182,20 @@ def run(
         teachers=bool(config.teachers.routes),
     )
     supervisor = Supervisor(services, workers, max_restarts=max_restarts)
-    try:
-        for child in services:
-            child.start()
-        with open_run_log(lake, log_url) as log:
+    with stopped_by_sigterm():
+        try:
+            for child in services:
+                child.start()
+            with open_run_log(lake, log_url) as log:
 
-            def archived() -> None:
-                wait_until_archived(log, supervisor)
+                def archived() -> None:
+                    wait_until_archived(log, supervisor)
 
-            start_run(lake, config, log, archived=archived)
-            progress = Progress(log, config.run_id, on_step)
-            supervisor.run(on_tick=progress.poll, at_end=archived)
-    finally:
-        supervisor.stop()
+                start_run(lake, config, log, archived=archived)
+                progress = Progress(log, config.run_id, on_step)
+                supervisor.run(on_tick=progress.poll, at_end=archived)
+        finally:
+            supervisor.stop()
     return supervisor
 
 

@@ -10,15 +10,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from types import FrameType
+from typing import IO, Final
 
+from rolltape.recipes.cli import PARENT_VARIABLE
 from rolltape.schema.errors import ChildFailedError
 
-_GRACE_S = 20.0
+_GRACE_S: Final = 20.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +49,7 @@ class Child:
             stdout=self._log,
             stderr=self._log,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, **self.environment},
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), **self.environment},
         )
         self.starts += 1
 
@@ -70,6 +74,27 @@ class Child:
         except FileNotFoundError:
             return ""
         return "\n".join(lines[-num_lines:])
+
+
+@contextmanager
+def stopped_by_sigterm() -> Iterator[None]:
+    """Within it SIGTERM ends this program as Ctrl-C does, by unwinding it, so that its children are stopped too.
+
+    Only the main thread may ask for signals; elsewhere nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)  # children are being stopped from here on
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass(slots=True)
