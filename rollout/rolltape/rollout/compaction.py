@@ -87,10 +87,10 @@ def shortened(
     """Keep the last ``keep`` observations; where more than ``discard_above`` tokens are left then, drop all turns.
 
     Returns:
-        The new context and the reason of the rewrite; None where nothing changes.
+        The new context and the reason of the rewrite; None where nothing changes: without a turn there is none to drop.
     """
     folded = context.folded(keep, placeholder)
-    if discard_above and len(folded) > discard_above:
+    if discard_above and folded.steps and len(folded) > discard_above:
         return Context(context.head), DISCARD_ALL
     is_same = all(new is old for new, old in zip(folded.steps, context.steps, strict=True))
     return None if is_same else (folded, KEEP_RECENT)

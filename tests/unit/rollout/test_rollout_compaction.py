@@ -394,6 +394,10 @@ def test_when_all_turns_are_discarded(above: int, first: int) -> None:
     assert next(number for number in range(20) if len(rounds(number)) > above) == 6, "without folding"
 
 
+def test_a_context_without_turns_has_none_to_discard() -> None:
+    assert shortened(rounds(0), keep=5, discard_above=10, placeholder=lambda _step: span(8)) is None
+
+
 def test_a_rollout_whose_observations_are_folded() -> None:
     script = {"q": "a|", "qa|ok": "b|", "qa|[]b|ok": "c|", "qa|[]b|[]c|ok": "e|"}
     bench = Bench(ScriptedEnvironment(["q"], LINES), script, max_tokens=3, keep_recent_observations=1)
