@@ -10,23 +10,22 @@ is not there, is held, with an alarm, and no other teacher stands in for it.
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import FrameType
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rolltape.ingest.log import EventLog, LogReader, open_log
+from rolltape.ingest.log import EventLog, LogReader
 from rolltape.ingest.recorder import Recorder
 from rolltape.numerics.device import set_deterministic
 from rolltape.numerics.models import ModelSpec, build_tokenizer
 from rolltape.numerics.vocabulary import Vocabulary
 from rolltape.rollout import teacher_queue
+from rolltape.rollout.process import DONE, TERMINATED, on_sigterm, open_run_log
 from rolltape.rollout.tape import RunTape, read_to
 from rolltape.rollout.teacher_bench import TeacherBench
 from rolltape.rollout.teacher_models import TeacherRoute, check_routes
@@ -37,8 +36,6 @@ from rolltape.schema.errors import ConfigError
 from rolltape.schema.identity import derived_id
 from rolltape.schema.validate import Limits
 
-DONE: Final = 0
-TERMINATED: Final = 128 + signal.SIGTERM
 _FOLLOWED: Final = ("run_started", "run_resumed", "train_step_completed", "dead_letter_redriven")
 _PAST: Final = ("teacher_routed", "teacher_scored", "alarm_raised")
 
@@ -311,25 +308,9 @@ def run_teachers(config: TeacherConfig) -> int:
     set_deterministic(config.num_threads, config.seed)
     limits = Limits(vocab_size=build_tokenizer(config.model).vocab_size)
     with (
-        _open_log(config) as log,
+        open_run_log(config.log, config.lake) as log,
         Recorder(log, producer_id=config.producer_id, run_id=config.run_id, limits=limits) as recorder,
     ):
         service = make_service(config, log, recorder)
-        _stop_on_signals(service)
+        on_sigterm(service.stop)
         return service.run()
-
-
-def _open_log(config: TeacherConfig) -> EventLog:
-    if config.log:
-        return open_log(config.log, lake=config.lake, committer="external")
-    return open_log(config.lake, committer="external")
-
-
-def _stop_on_signals(service: TeacherService) -> None:
-    """Leave in good order on SIGTERM; only the main thread may ask for signals."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        service.stop()
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, stop)

@@ -10,14 +10,12 @@ same seeds, hence (in lock step, where the version is the same too) the same bit
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Final
+from typing import Any
 
-from rolltape.ingest.log import EventLog, LogReader, open_log
+from rolltape.ingest.log import EventLog, LogReader
 from rolltape.ingest.recorder import Recorder
 from rolltape.numerics.device import select_device, set_deterministic
 from rolltape.numerics.models import ModelSpec, build_model, build_tokenizer, model_spec
@@ -32,6 +30,7 @@ from rolltape.rollout.environments import make_environment
 from rolltape.rollout.evaluation import evaluate
 from rolltape.rollout.harness import Harness
 from rolltape.rollout.pace import LockStep, Pace, Portion, RunAhead
+from rolltape.rollout.process import DONE, TERMINATED, on_sigterm, open_run_log
 from rolltape.rollout.single_turn import SingleTurn
 from rolltape.rollout.step import RunnerOptions, SingleTurnRunner, StepRunner
 from rolltape.rollout.tape import CompletedStep, RunTape, read_to
@@ -40,9 +39,6 @@ from rolltape.rollout.weight_client import WeightClient, activation_hook
 from rolltape.schema.errors import ConfigError
 from rolltape.schema.validate import Limits
 from rolltape.store.location import Location
-
-DONE: Final = 0
-TERMINATED: Final = 128 + signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,25 +318,9 @@ def run_worker(config: WorkerConfig) -> int:
     set_deterministic(config.num_threads, config.seed)
     limits = Limits(vocab_size=build_tokenizer(config.model).vocab_size)
     with (
-        _open_log(config) as log,
+        open_run_log(config.log, config.lake) as log,
         Recorder(log, producer_id=config.producer_id, run_id=config.run_id, limits=limits) as recorder,
     ):
         worker = make_worker(config, log, recorder, Location.parse(config.lake))
-        _stop_on_signals(worker)
+        on_sigterm(worker.stop)
         return worker.run()
-
-
-def _open_log(config: WorkerConfig) -> EventLog:
-    if config.log:
-        return open_log(config.log, lake=config.lake, committer="external")
-    return open_log(config.lake, committer="external")
-
-
-def _stop_on_signals(worker: Worker) -> None:
-    """Leave in good order on SIGTERM; only the main thread may ask for signals."""
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        worker.stop()
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, stop)

@@ -13,8 +13,9 @@ from rolltape.ingest.log import open_log
 from rolltape.ingest.recorder import Recorder
 from rolltape.recipes.runs import make_topics
 from rolltape.rollout.engine import SamplingConfig
+from rolltape.rollout.process import DONE
 from rolltape.rollout.tape import KINDS, TOPICS, RunTape, start_of
-from rolltape.rollout.worker import DONE, WorkerConfig, make_worker
+from rolltape.rollout.worker import WorkerConfig, make_worker
 from rolltape.schema.cursor import Partition
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location

@@ -11,7 +11,8 @@ from tests import agent_tasks
 
 from rolltape.rollout.agent_config import AgentConfig, CompactionConfig
 from rolltape.rollout.engine import SamplingConfig
-from rolltape.rollout.worker import DONE, WorkerConfig
+from rolltape.rollout.process import DONE
+from rolltape.rollout.worker import WorkerConfig
 
 from .agent_contents import Place, contents, folded, wait_for_ends
 from .stage import Killed, Stage

@@ -15,8 +15,9 @@ from rolltape.ingest.log import Delivery
 from rolltape.ingest.memory import MemoryLog, MemoryReader
 from rolltape.ingest.recorder import Recorder
 from rolltape.rollout.engine import SamplingConfig
+from rolltape.rollout.process import DONE, TERMINATED
 from rolltape.rollout.step import group_id_of
-from rolltape.rollout.worker import DONE, TERMINATED, Worker, WorkerConfig, make_worker
+from rolltape.rollout.worker import Worker, WorkerConfig, make_worker
 from rolltape.schema.cursor import Cursor
 from rolltape.store.location import Location
 

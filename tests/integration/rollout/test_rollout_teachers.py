@@ -10,7 +10,7 @@ import torch
 
 from rolltape.ingest.memory import MemoryLog
 from rolltape.numerics.packed import packed_log_probs
-from rolltape.rollout.teachers import DONE, TERMINATED
+from rolltape.rollout.process import DONE, TERMINATED
 from rolltape.schema.digest import prefix_digest
 from rolltape.schema.errors import DigestMismatchError
 

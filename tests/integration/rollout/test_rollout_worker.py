@@ -10,9 +10,10 @@ import pytest
 
 from rolltape.numerics.models import build_model
 from rolltape.rollout.engine import SamplingConfig
+from rolltape.rollout.process import DONE, TERMINATED
 from rolltape.rollout.seeds import sampling_seed
 from rolltape.rollout.sort_digits import SortDigits, SortDigitsConfig
-from rolltape.rollout.worker import DONE, TERMINATED, WorkerConfig
+from rolltape.rollout.worker import WorkerConfig
 from rolltape.schema.errors import DigestMismatchError, EngineError, ProducerFencedError
 
 from .stage import Killed, Stage
