@@ -71,7 +71,10 @@ def test_an_engine_that_starts_late_finds_the_newest_version(
         thread.join(60)
         recorder.close()
         assert status == [DONE]
-        for kind in ("weights_staged", "weights_activated"):
+        kinds = ("weights_staged", "weights_activated")
+        # An empty poll of a broker is no sign of the end.
+        trainer.tape.wait_for("the worker's weights", lambda: all(trainer.tape.count(kind) for kind in kinds))
+        for kind in kinds:
             assert [row["version"] for row in trainer.tape.rows(kind)] == [NUM_OLD + 1]
         trainer.close()
 
