@@ -11,6 +11,7 @@ import types
 import typing
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -160,7 +161,7 @@ def trainer_options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Fields of ``[trainer]`` from ``[algorithm.]field=value`` texts, by algorithm; under "" those of all.
 
     Raises:
-        ConfigError: a text is no setting, names no field, or has a value of another type.
+        ConfigError: a text is no setting, names no field or one twice, or has a value of another type.
     """
     hints = typing.get_type_hints(TrainerConfig)
     found: dict[str, dict[str, Any]] = {}
@@ -168,7 +169,12 @@ def trainer_options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
         name, equals, text = setting.partition("=")
         algorithm, _, field_name = name.strip().rpartition(".")
         if not equals or field_name not in hints:
-            raise ConfigError(f"--set {setting}: expected [algorithm.]field=value with a field of [trainer]")
+            near = get_close_matches(field_name, hints, n=3) or sorted(hints)
+            raise ConfigError(
+                f"--set {setting}: expected [algorithm.]field=value with a field of [trainer], as {', '.join(near)}"
+            )
+        if field_name in found.get(algorithm, {}):
+            raise ConfigError(f"--set {setting}: expected one value for {name.strip()}, got a second one")
         try:
             value = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
@@ -260,5 +266,6 @@ def _coerce(hint: Any, value: Any, name: str) -> Any:
     if origin is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, origin) or (origin is int and isinstance(value, bool)):
-        raise ConfigError(f"{name}: expected {getattr(origin, '__name__', origin)}, got {value!r}")
+        expected = "a list" if origin is tuple else getattr(origin, "__name__", origin)
+        raise ConfigError(f"{name}: expected {expected}, got {value!r}")
     return value

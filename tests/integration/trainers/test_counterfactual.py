@@ -104,7 +104,7 @@ def test_what_an_algorithm_refuses_is_said_and_the_others_go_on(
     assert "teacher_score_missing" in rows[1]["refused"]
     assert rows[1]["grad_norm"] is None
     assert rows[2]["grad_norm"] > 0
-    with pytest.raises(ReplayError, match="no batch 'other'"):
+    with pytest.raises(ReplayError, match="no batch 'other'; expected one of its 1; the view batches lists"):
         try_variants(lake, trainer_job(config), "other", [])
 
 
@@ -112,7 +112,7 @@ def test_icepop_refuses_versions_that_it_does_not_start_from(tape: Tape, tmp_pat
     started = {"config_json": config.to_json(), "model_name": config.model.name, "vocab_size": 16}
     recorded = Recorded(tape, tmp_path, version=3, **started)
     recorded.pin(BatchRules())
-    variants = [Variant(name="grpo", config=config.trainer), *variants_of(config.trainer, ["dis"], CHANGES)[1:]]
+    variants = [Variant(name="grpo", config=config.trainer), *variants_of(config.trainer, ["dis"], {"dis": DIS})[1:]]
     grpo, dis = tried(recorded.lake(), config, *variants).tried
     assert grpo.refusal is not None
     assert "mixed_versions" in grpo.refusal
@@ -127,11 +127,42 @@ def test_settings_are_read_by_name_and_type() -> None:
         "": {"gamma": 0.5, "freeze_critic": ("attn",)},
         "dis": {"epsilon_low": 0.3, "aggregation": "token_mean"},
     }
-    for wrong in ("gamma", "gama=1", "trainer.x=1"):
-        with pytest.raises(ConfigError, match=rf"--set {wrong}"):
+    for wrong, near in (("gamma", "gamma"), ("gama=1", "gamma"), ("dis.x=1", "adam_eps, adv_norm")):
+        with pytest.raises(ConfigError, match=rf"--set {wrong}: expected .* with a field of \[trainer\], as {near}"):
             trainer_options([wrong])
+    with pytest.raises(ConfigError, match=r"--set gamma=1.0: expected one value for gamma, got a second"):
+        trainer_options(["gamma=0.5", "dis.gamma=0.1", "gamma=1.0"])
+    with pytest.raises(ConfigError, match=r"trainer\.freeze_critic: expected a list, got 'attn'"):
+        trainer_options(["freeze_critic=attn"])
     with pytest.raises(ConfigError, match=r"trainer\.gamma: expected float"):
         trainer_options(["gamma=much"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--set=dis.epsilon_low=0.3"],
+            "dis.epsilon_low: expected an option of an algorithm that is tried (grpo), got",
+        ),
+        (["--algorithm=grpo,compaction", "--set=trainer.gamma=1.0"], "that is tried (grpo, compaction), got one of"),
+        (
+            ["--set=algorithm=compaction"],
+            "trainer.algorithm: expected it among the algorithms to try, got 'compaction'",
+        ),
+        (["--algorithm=compaction, compaction"], "algorithms: expected each once, got 'compaction' twice"),
+        (["--algorithm=compaction,"], "expected one of grpo, dis, opd, mopd, sao, compaction, got ''"),
+        (["--set=entropy_coef=much"], "trainer.entropy_coef: expected float, got 'much'"),
+    ],
+)
+def test_what_the_command_cannot_take_is_refused_by_name(
+    recorded: Recorded, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code = main(["replay", "--lake", recorded.lake().location.url, "--batch", "batch", *arguments])
+    printed = capsys.readouterr()
+    assert code == 1
+    assert message in printed.err
+    assert not printed.out, "nothing was tried"
 
 
 @pytest.mark.timeout(600)

@@ -28,7 +28,7 @@ from rolltape.trainers.pinned import PinnedBatch, read_pinned
 from rolltape.trainers.rerun import Rerun, train_pinned
 from rolltape.trainers.staleness import require_version
 from rolltape.trainers.step import StepOutcome
-from rolltape.trainers.variant_options import refuse_idle
+from rolltape.trainers.variant_options import refuse_idle, refuse_misnamed
 
 RECORDED: Final = "as recorded"
 
@@ -144,10 +144,13 @@ def variants_of(
         changes: options by algorithm; under "" those of all.
 
     Raises:
-        ConfigError: an option makes no sense with an algorithm, or can change nothing of what is tried.
+        ConfigError: an option makes no sense with an algorithm, can change nothing of what is tried, or is for an
+            algorithm that is not.
     """
+    algorithms = algorithms or [config.algorithm]
+    refuse_misnamed(algorithms, changes)
     configs: dict[str, TrainerConfig] = {}
-    for algorithm in algorithms or [config.algorithm]:
+    for algorithm in algorithms:
         options: dict[str, Any] = {**changes.get("", {}), **changes.get(algorithm, {})}
         if algorithm == config.algorithm:
             configs[algorithm] = replace(config, **options)

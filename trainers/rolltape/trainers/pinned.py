@@ -212,7 +212,10 @@ def _batch_row(lake: Lake, run_id: str, batch_id: str) -> pa.StructArray:
     struct = table["batch_formed"].combine_chunks()
     match = struct.filter(pc.equal(pc.struct_field(struct, "batch_id"), batch_id))
     if not len(match):
-        raise ReplayError(f"run {run_id} has no batch {batch_id!r}")
+        raise ReplayError(
+            f"run {run_id} has no batch {batch_id!r}; expected one of its {table.num_rows}; "
+            "the view batches lists them with their steps"
+        )
     return match[:1]
 
 

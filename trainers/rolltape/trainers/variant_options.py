@@ -68,6 +68,33 @@ def entering(config: TrainerConfig, *, has_critic: bool) -> frozenset[str]:
     return frozenset(found)
 
 
+def refuse_misnamed(algorithms: Sequence[str], changes: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse an algorithm named twice, and options for none that is tried.
+
+    Args:
+        algorithms: that are tried.
+        changes: options by algorithm; under "" those of all.
+
+    Raises:
+        ConfigError: names the algorithm or the field.
+    """
+    for number, algorithm in enumerate(algorithms):
+        if algorithm in algorithms[:number]:
+            raise ConfigError(
+                f"algorithms: expected each once, got {algorithm!r} twice; try its other options one after another"
+            )
+    for algorithm, options in changes.items():
+        if options and algorithm and algorithm not in algorithms:
+            raise ConfigError(
+                f"{algorithm}.{next(iter(options))}: expected an option of an algorithm that is tried "
+                f"({', '.join(algorithms)}), got one of {algorithm!r}; try that as well, or leave the option out"
+            )
+        if "algorithm" in options:
+            raise ConfigError(
+                f"trainer.algorithm: expected it among the algorithms to try, got {options['algorithm']!r} as an option"
+            )
+
+
 def refuse_idle(
     recorded: TrainerConfig, variants: Mapping[str, TrainerConfig], changes: Mapping[str, Mapping[str, Any]]
 ) -> None:
@@ -84,9 +111,9 @@ def refuse_idle(
     enters = {name: entering(config, has_critic=recorded.uses_critic) for name, config in variants.items()}
     for algorithm, options in changes.items():
         tried: Sequence[str] = [algorithm] if algorithm else list(variants)
-        allowed = frozenset().union(*(enters.get(name, frozenset()) for name in tried))
+        allowed = frozenset().union(*(enters[name] for name in tried))
         for field in options:
-            if any(name in enters for name in tried) and field not in allowed:
+            if field not in allowed:
                 raise ConfigError(
                     f"trainer.{field}: expected an option that enters a step of {', '.join(tried)} on a recorded batch "
                     f"({', '.join(sorted(allowed))}), got one that cannot change it; it takes a run to try it"

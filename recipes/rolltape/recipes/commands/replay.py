@@ -27,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--algorithm",
         default="",
-        help="algorithms to try, as grpo,dis,opd,sao,compaction; default: the run's",
+        help="algorithms to try, each once, as grpo,dis,opd,sao,compaction; default: the run's",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="[ALGORITHM.]FIELD=VALUE",
-        help="a field of [trainer] that enters a step, for all algorithms tried or for one",
+        help="a field of [trainer] that enters a step, for all algorithms tried or for one of them",
     )
     parser.add_argument(
         "--tokens",
@@ -94,7 +94,7 @@ def _counterfactual(lake: Lake, run_id: str, batch_id: str, options: argparse.Na
     from rolltape.trainers.counterfactual import try_variants, variants_of
 
     config = config_of(lake, run_id)
-    algorithms = [name for name in options.algorithm.split(",") if name]
+    algorithms = [name.strip() for name in options.algorithm.split(",")] if options.algorithm else []
     variants = variants_of(config.trainer, algorithms, trainer_options(options.set))
     found = try_variants(
         lake,
