@@ -11,7 +11,7 @@ from torch import Tensor
 from rolltape.trainers.aggregation import Mode, aggregation_weights
 from rolltape.trainers.gates import Gate, icepop_gate, no_gate, tis_gate
 from rolltape.trainers.losses import PolicyLoss, clipped_policy_loss, icepop_policy_loss
-from rolltape.trainers.metrics import policy_metrics
+from rolltape.trainers.metrics import Verdicts, policy_metrics
 
 P_OLD = (0.60, 0.50, 0.20, 0.35, 0.40, 0.16)
 RHO = (1.2, 2.0, 0.5, 3.5, 0.8, 0.3)
@@ -164,21 +164,29 @@ def test_metrics_of_the_example() -> None:
     rho = torch.tensor([1.2, 2.0 - 1e-9, 0.5 + 1e-9, 3.5, 0.8, 0.3], dtype=torch.float64)
     rollout = old - rho.log()
     result = icepop_policy_loss(current, old, rollout, tensor(ADVANTAGE), weights())
-    metrics = policy_metrics(
-        current_logp=current,
-        old_logp=old,
-        rollout_logp=rollout,
-        advantage=tensor(ADVANTAGE),
-        entropy=None,
-        gate_weight=result.gate_weights,
-        trusted=result.trusted,
-        eps_low=0.2,
-        eps_high=0.28,
-        beta=2.0,
-        tis=(0.4, 3.0),
+    clamped = icepop_policy_loss(
+        current, old, rollout, tensor(ADVANTAGE), weights(), correction="tis", tis_low=0.4, tis_high=3.0
     )
-    assert metrics["tis_clip_frac_low"] == pytest.approx(1 / 6)
-    assert metrics["tis_clip_frac_high"] == pytest.approx(1 / 6)
+
+    def metrics_of(policy: PolicyLoss, *, is_clamp: bool) -> dict[str, float]:
+        return policy_metrics(
+            current_logp=current,
+            old_logp=old,
+            rollout_logp=rollout,
+            advantage=tensor(ADVANTAGE),
+            entropy=None,
+            gate_weight=policy.gate_weights,
+            trusted=policy.trusted,
+            verdicts=Verdicts.of(policy),
+            is_clamp=is_clamp,
+        )
+
+    metrics, of_clamp = metrics_of(result, is_clamp=False), metrics_of(clamped, is_clamp=True)
+    assert of_clamp["tis_clip_frac_low"] == pytest.approx(1 / 6)
+    assert of_clamp["tis_clip_frac_high"] == pytest.approx(1 / 6)
+    assert of_clamp["trusted_frac"] == 1.0
+    assert "gate_reject_frac_low" not in of_clamp
+    assert "tis_clip_frac_low" not in metrics
     assert metrics["action_tokens"] == 6
     assert metrics["trusted_tokens"] == 4
     assert metrics["trusted_frac"] == pytest.approx(4 / 6)

@@ -9,7 +9,7 @@ from tests.oracles.peers import Peers
 from torch import Tensor
 
 from rolltape.trainers.dis import dis_policy_loss
-from rolltape.trainers.metrics import effective_sample_size, kl_estimate, kl_terms, policy_metrics
+from rolltape.trainers.metrics import Verdicts, effective_sample_size, kl_estimate, kl_terms, policy_metrics
 
 SEEDS = range(3)
 KINDS = ("k1", "k2", "k3")
@@ -134,7 +134,5 @@ def metrics_of(batch: Batch) -> dict[str, float]:
         entropy=None,
         gate_weight=everything.double(),
         trusted=everything,
-        eps_low=0.2,
-        eps_high=0.28,
-        beta=2.0,
+        verdicts=Verdicts(*(~everything for _ in range(4))),
     )

@@ -16,7 +16,7 @@ from rolltape.trainers.aggregation import Mode, aggregation_weights
 from rolltape.trainers.gates import dis_gate, icepop_gate, no_gate, tis_gate
 from rolltape.trainers.groups import complete_groups
 from rolltape.trainers.losses import PolicyLoss, clipped_policy_loss, icepop_policy_loss
-from rolltape.trainers.metrics import effective_sample_size, policy_metrics
+from rolltape.trainers.metrics import Verdicts, effective_sample_size, policy_metrics
 from rolltape.trainers.safe_math import fixed_sum, raw_ratio, trusted_log_probs
 from rolltape.trainers.staleness import is_fresh, lag_histogram, require_version, trajectory_lags, version_refusal
 
@@ -442,9 +442,7 @@ def test_metrics_of_a_damaged_batch() -> None:
         entropy=f32(0.5, NAN, 1.5),
         gate_weight=result.gate_weights,
         trusted=result.trusted,
-        eps_low=0.2,
-        eps_high=0.28,
-        beta=2.0,
+        verdicts=Verdicts.of(result),
     )
     assert metrics["trusted_tokens"] == 1
     assert metrics["nonfinite_tokens"] == 2
@@ -460,17 +458,18 @@ def test_clip_shares_count_tokens_that_lost_their_gradient() -> None:
     zeros, everything = torch.zeros(5, dtype=torch.float64), torch.ones(5, dtype=torch.bool)
 
     def shares(trusted: Tensor) -> tuple[float, float]:
+        rollout = torch.where(trusted, zeros, NAN)
+        result = icepop_policy_loss(ratio.log(), zeros, rollout, advantage, torch.full_like(zeros, 0.2))
+        assert torch.equal(result.trusted, trusted)
         metrics = policy_metrics(
             current_logp=ratio.log(),
             old_logp=zeros,
-            rollout_logp=zeros,
+            rollout_logp=rollout,
             advantage=advantage,
             entropy=None,
-            gate_weight=trusted.double(),
-            trusted=trusted,
-            eps_low=0.2,
-            eps_high=0.28,
-            beta=2.0,
+            gate_weight=result.gate_weights,
+            trusted=result.trusted,
+            verdicts=Verdicts.of(result),
         )
         return metrics["clip_frac_low"], metrics["clip_frac_high"]
 
@@ -489,9 +488,7 @@ def test_metrics_of_nothing() -> None:
         entropy=None,
         gate_weight=empty,
         trusted=empty.bool(),
-        eps_low=0.2,
-        eps_high=0.28,
-        beta=2.0,
+        verdicts=Verdicts(*(empty.bool() for _ in range(4))),
     )
     assert metrics == {"action_tokens": 0.0, "trusted_tokens": 0.0}
 

@@ -12,7 +12,7 @@ from rolltape.trainers.members import one_temperature, pack_members, temperature
 from rolltape.trainers.pinned import member_columns
 from rolltape.trainers.records import batch_formed_columns, tokens_trained_columns
 from rolltape.trainers.step import train_step
-from rolltape.trainers.summary import component_means, step_metrics
+from rolltape.trainers.summary import component_metrics, step_metrics
 
 
 def test_a_batch_without_members_is_a_skipped_step() -> None:
@@ -45,7 +45,7 @@ def test_a_batch_without_members_is_a_skipped_step() -> None:
     outcome = train_step(Learner(model, make_optimizer(model, config)), packed, config, step=1, temperature=temperature)
     assert outcome.skipped
     metrics = step_metrics(
-        packed, found.plan, outcome, config, newest_version=9, component_means=component_means(found.rewards)
+        packed, found.plan, outcome, config, newest_version=9, component_metrics=component_metrics(found.rewards)
     )
     assert metrics[f"dropped/{reasons.STALE}"] == 4
     assert metrics["skip_step"] == 1.0

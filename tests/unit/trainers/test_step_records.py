@@ -14,7 +14,7 @@ from tests.methods import CONFIGS, DOMAINS, TEMPERATURE, batch, learner, scorers
 from rolltape.schema.build import build_batch
 from rolltape.trainers.assembly import BatchPlan
 from rolltape.trainers.dis import dis_surrogate
-from rolltape.trainers.members import Member
+from rolltape.trainers.members import Dropped, Member
 from rolltape.trainers.records import step_completed_fields, tokens_trained_columns
 from rolltape.trainers.step import StepOutcome, train_step
 from rolltape.trainers.summary import step_metrics
@@ -40,7 +40,7 @@ def metrics(name: str, outcome: StepOutcome | None = None, **changes: Any) -> di
     config = dataclasses.replace(CONFIGS[name], **changes)
     plan = BatchPlan(members=MEMBERS, dropped=())
     found = outcome or step(name, **changes)
-    return step_metrics(batch(), plan, found, config, newest_version=0, component_means={})
+    return step_metrics(batch(), plan, found, config, newest_version=0, component_metrics={})
 
 
 APART = {
@@ -105,15 +105,78 @@ def test_a_step_of_every_method_is_an_event(name: str) -> None:
     assert logged["reward_mean"] == pytest.approx((1.1 - 0.2 + 0.5 + 1.0 + 0.25 + 0.3) / 6)
 
 
+_ICEPOP, _OPEN = (1 / 1.3, 1.3), (0.75, 1.4)
+KEPT = {
+    **dict.fromkeys(("grpo", "opd", "opd-task", "mopd"), _ICEPOP),
+    **dict.fromkeys(("dis", "sao", "compaction-dis"), _OPEN),
+    "opd-score": (0.7, 1.3),
+}
+"""Ratios that each method's gate keeps; in the first update the current log-probs are the old ones."""
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rejected_shares_are_those_of_the_methods_own_gate(name: str) -> None:
+    """A method without a gate rejects nothing, however far the two engines are apart (§2.6)."""
+    outcome = step(name)
+    logged = metrics(name, outcome)
+    action = batch().action_mask
+    ratio = (outcome.current_log_probs - batch().rollout_log_probs)[action].exp()
+    low, high = KEPT.get(name, (0.0, math.inf))
+    assert logged["gate_reject_frac_low"] == pytest.approx(float((ratio < low).double().mean()))
+    assert logged["gate_reject_frac_high"] == pytest.approx(float((ratio > high).double().mean()))
+    assert (logged["gate_reject_frac_low"] > 0) == (name in KEPT)
+    assert (logged["clip_frac_low"], logged["clip_frac_high"]) == (0.0, 0.0), "the first update clips nothing"
+
+
+def test_a_gate_that_clamps_is_no_gate_that_rejects() -> None:
+    logged = metrics("grpo", correction="tis", tis_low=0.9, tis_high=1.1)
+    assert 0 < logged["tis_clip_frac_low"] < 1
+    assert 0 < logged["tis_clip_frac_high"] < 1
+    assert "gate_reject_frac_low" not in logged
+
+
+@pytest.mark.parametrize("name", ["dis", "opd-score", "grpo"])
+def test_only_a_clip_is_logged_as_one(name: str) -> None:
+    """In a later update the policy has moved; DIS and the score function never clip it."""
+    logged = metrics(name, updates_per_batch=2, lr=0.05, epsilon_low=0.05, epsilon_high=0.05)
+    assert (logged["clip_frac_low"] + logged["clip_frac_high"] > 0) == (name == "grpo")
+
+
+def test_advantages_of_members_are_logged_where_there_are_groups() -> None:
+    assert metrics("grpo")["advantage_std"] > 0
+    assert not {"advantage_mean", "advantage_std", "advantage_max"} & metrics("sao").keys()
+    assert metrics("sao")["token_advantage_std"] > 0
+
+
+def test_padding_and_lost_groups_are_logged() -> None:
+    """§2.6, §4.6: copies change the baseline and the tokens' weights, so their share is told."""
+    outcome = step("grpo")
+    is_padding = torch.tensor([False, False, True, False, False, False])
+    members = tuple(m._replace(is_padding=bool(p)) for m, p in zip(MEMBERS, is_padding, strict=True))
+    lost = [Dropped(trajectory_id=f"l{n}", attempt=1, group_id=f"g{n}", reason="stale") for n in (1, 8, 8, 9)]
+    logged = step_metrics(
+        dataclasses.replace(batch(), is_padding=is_padding),
+        BatchPlan(members=members, dropped=tuple(lost)),
+        outcome,
+        CONFIGS["grpo"],
+        newest_version=0,
+        component_metrics={},
+    )
+    own = batch().row_member[batch().row_of_token()][batch().action_mask] == 2
+    assert logged["padded_token_frac"] == pytest.approx(float(own.double().mean()))
+    assert (logged["padded_groups"], logged["padded_members"], logged["dropped_groups"]) == (1.0, 1.0, 2.0)
+    assert logged["overlong_frac"] == pytest.approx(2 / 6), "of every method, not of compaction alone"
+
+
 def test_dis_logs_what_its_own_gate_rejects_and_the_surrogate() -> None:
     outcome, config = step("dis"), CONFIGS["dis"]
     logged = metrics("dis", outcome)
     action = batch().action_mask
     current, rollout = outcome.current_log_probs[action], batch().rollout_log_probs[action]
     ratio = (current - rollout).exp()
-    assert logged["dis_reject_frac_low"] == pytest.approx(float((ratio <= 0.75).double().mean()))
-    assert logged["dis_reject_frac_high"] == pytest.approx(float((ratio >= 1.4).double().mean()))
-    assert 0 < logged["dis_reject_frac_low"] < 1
+    assert logged["gate_reject_frac_low"] == pytest.approx(float((ratio <= 0.75).double().mean()))
+    assert logged["gate_reject_frac_high"] == pytest.approx(float((ratio >= 1.4).double().mean()))
+    assert 0 < logged["gate_reject_frac_low"] < 1
     weights = torch.full_like(current, 1.0 / len(current))
     surrogate = dis_surrogate(
         current, rollout, outcome.advantages[action], weights, eps_low=config.epsilon_low, eps_high=config.epsilon_high

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pyarrow as pa
+import pytest
 import torch
 
 from rolltape.schema.render import arrow_schema
 from rolltape.trainers.batch import PackedBatch
-from rolltape.trainers.summary import _version_metrics, component_means
+from rolltape.trainers.summary import _version_metrics, component_metrics
 
 
 def batch(versions: list[list[int]], row_member: list[int]) -> PackedBatch:
@@ -49,6 +51,43 @@ def test_a_trajectory_is_as_old_as_its_oldest_token_in_any_segment() -> None:
     assert metrics["versions_per_trajectory_mean"] == 1.5
 
 
+def test_lags_are_counted_in_updates_of_the_optimizer_too() -> None:
+    """D26: two published versions may lie any number of updates apart."""
+    updates_at = {17: 40, 18: 42, 19: 42, 20: 45}
+    metrics = _version_metrics(batch([[17, 17, 18, 19]], [0]), 20, updates_at)
+    assert metrics["optimizer_lag_max"] == 5.0
+    assert metrics["optimizer_lag_mean"] == (5 + 5 + 3 + 3) / 4
+    assert "optimizer_lag_max" not in _version_metrics(batch([[17]], [0]), 20, {20: 45})
+
+
+def rewarded(*parts: dict[str, float]) -> pa.Table:
+    rows = [
+        {
+            "kind": "reward_assigned",
+            "reward_assigned": {"components": [{"name": n, "value": v, "status": "ok"} for n, v in part.items()]},
+        }
+        for part in parts
+    ]
+    return pa.Table.from_pylist(rows, schema=arrow_schema("reward_assigned"))
+
+
+def test_components_that_part_company_are_seen_in_any_order_of_rows() -> None:
+    """§4.13: the spread of each, and the correlation of any two over the rollouts that have both."""
+    parts = [
+        {"rule": 1.0, "judge": 0.25, "flat": 0.5},
+        {"judge": 0.5, "rule": 0.0, "flat": 0.5},
+        {"rule": 1.0, "judge": 0.1, "flat": 0.5},
+        {"judge": 0.9},
+    ]
+    metrics = component_metrics(rewarded(*parts))
+    assert metrics["reward_component_std/rule"] == pytest.approx(np.std([1.0, 0.0, 1.0]))
+    both = np.corrcoef([1.0, 0.0, 1.0], [0.25, 0.5, 0.1])[0, 1]
+    assert both < -0.8
+    assert metrics["reward_component_corr/judge~rule"] == pytest.approx(both)
+    assert not any("flat" in name for name in metrics if "corr" in name)
+    assert component_metrics(rewarded(*parts[::-1])) == metrics
+
+
 def test_component_means_leave_out_what_was_not_scored() -> None:
     components = [
         [{"name": "exact", "value": 1.0, "status": "ok"}, {"name": "judge", "value": None, "status": "timeout"}],
@@ -56,5 +95,10 @@ def test_component_means_leave_out_what_was_not_scored() -> None:
     ]
     rows = [{"kind": "reward_assigned", "reward_assigned": {"components": part}} for part in components]
     table = pa.Table.from_pylist(rows, schema=arrow_schema("reward_assigned"))
-    assert component_means(table) == {"exact": 0.5, "judge": 0.5}
-    assert component_means(arrow_schema("reward_assigned").empty_table()) == {}
+    assert component_metrics(table) == {
+        "reward_component/exact": 0.5,
+        "reward_component/judge": 0.5,
+        "reward_component_std/exact": 0.5,
+        "reward_component_std/judge": 0.0,
+    }
+    assert component_metrics(arrow_schema("reward_assigned").empty_table()) == {}

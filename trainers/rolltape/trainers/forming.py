@@ -17,7 +17,7 @@ from rolltape.trainers.members import one_temperature, temperatures_of
 from rolltape.trainers.pinned import read_pinned
 from rolltape.trainers.records import batch_formed_columns
 from rolltape.trainers.source import BatchSource, Gathered
-from rolltape.trainers.summary import component_means
+from rolltape.trainers.summary import component_metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class FormedBatch:
     digest: str
     newest_version: int
     temperature: float
-    component_means: dict[str, float]
+    component_metrics: dict[str, float]
 
 
 def open_batch(lake: Lake, history: RunHistory, job: TrainerJob, step: int) -> FormedBatch | None:
@@ -46,7 +46,7 @@ def open_batch(lake: Lake, history: RunHistory, job: TrainerJob, step: int) -> F
         digest=pinned.digest,
         newest_version=row["staleness_version"],
         temperature=pinned.temperature,
-        component_means=component_means(pinned.rewards),
+        component_metrics=component_metrics(pinned.rewards),
     )
 
 
@@ -85,5 +85,5 @@ def form_batch(source: BatchSource, recorder: Recorder, job: TrainerJob, progres
         digest=digest,
         newest_version=rules.newest,
         temperature=one_temperature(temperatures_of(found.folded, plan.members)),
-        component_means=component_means(found.rewards),
+        component_metrics=component_metrics(found.rewards),
     )

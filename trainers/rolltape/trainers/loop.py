@@ -54,6 +54,7 @@ class Trainer:
         self.recorder = Recorder(log, producer_id=f"{job.trainer_id}-{job.run_id}", run_id=job.run_id)
         self.progress = Progress()
         self.live_versions: set[tuple[int, int]] = set()
+        self.updates_at: dict[int, int] = {0: 0}
         self.rollover: Rollover | None = None
         self.learner: Learner
         self.alarms = Alarms(self.config)
@@ -70,6 +71,7 @@ class Trainer:
         else:
             self._begin(history)
         self.live_versions |= history.published.keys()
+        self.updates_at = _updates_at(history)
         self.coordinator = Coordinator(
             self.lake,
             self.log,
@@ -175,12 +177,14 @@ class Trainer:
             outcome,
             self.config,
             newest_version=batch.newest_version,
-            component_means=batch.component_means,
+            component_metrics=batch.component_metrics,
+            updates_at=self.updates_at,
         )
         version_in = self.progress.version
         self.progress.step = step
         if outcome.actor_updates:
             self.progress.version += 1
+            self.updates_at[self.progress.version] = self.updates_at[version_in] + outcome.actor_updates
             self.progress.version_run_epoch = self.recorder.run_epoch
             self.progress.weights_digest = outcome.actor_digest
         final = self._final(step, metrics)
@@ -293,6 +297,17 @@ def _is_final(history: RunHistory) -> bool:
     if not history.steps:
         return False
     return metric_values(history.steps[history.last_step]).get("final") == 1.0
+
+
+def _updates_at(history: RunHistory) -> dict[int, int]:
+    """The optimizer's updates that had made each version of the live line, by its number."""
+    found, total = {0: 0}, 0
+    for number in sorted(history.steps):
+        row = history.steps[number]
+        if row["version_out"] != row["version_in"]:
+            total += int(metric_values(row).get("actor_steps", 1.0))
+            found[row["version_out"]] = total
+    return found
 
 
 def run_trainer(

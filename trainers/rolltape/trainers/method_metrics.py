@@ -1,4 +1,4 @@
-"""What a step logs of its own method: DIS's gate, the critic, teachers by domain, segments."""
+"""What a step logs of its own method: DIS's surrogate, the critic, teachers by domain, segments."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from rolltape.trainers.critic_step import CriticOutcome
 from rolltape.trainers.dis import dis_surrogate
 from rolltape.trainers.distill import opd_gap
 from rolltape.trainers.domains import domain_reports
-from rolltape.trainers.gates import dis_gate
-from rolltape.trainers.safe_math import raw_ratio
 from rolltape.trainers.step import StepOutcome
 
 UNKNOWN: Final = "unknown"
@@ -29,11 +27,10 @@ def method_metrics(batch: PackedBatch, outcome: StepOutcome, config: TrainerConf
     """Metrics of the configured method by name; NaN where one is undefined, which the tape holds as null."""
     trained = outcome.trained if outcome.trained is not None else batch.action_mask
     metrics: dict[str, float] = {}
-    if config.is_dis:
-        metrics |= _dis_metrics(batch, outcome, config, trained)
+    if config.is_dis and bool(trained.any()):
+        metrics["dis_surrogate"] = _surrogate(batch, outcome, config, trained)
     if outcome.critic is not None:
         metrics |= _critic_metrics(outcome.critic)
-        metrics["actor_steps"] = float(outcome.actor_updates)
     if config.is_distillation and batch.teacher is not None:
         metrics |= _teacher_metrics(batch, outcome, config, trained)
     if config.algorithm == "compaction":
@@ -41,24 +38,16 @@ def method_metrics(batch: PackedBatch, outcome: StepOutcome, config: TrainerConf
     return metrics
 
 
-def _dis_metrics(batch: PackedBatch, outcome: StepOutcome, config: TrainerConfig, trained: Tensor) -> dict[str, float]:
-    if not bool(trained.any()):
-        return {}
-    current, rollout = outcome.current_log_probs[trained], batch.rollout_log_probs[trained]
-    gate = dis_gate(raw_ratio(current, rollout), config.epsilon_low, config.epsilon_high)
-    surrogate = dis_surrogate(
-        current,
-        rollout,
+def _surrogate(batch: PackedBatch, outcome: StepOutcome, config: TrainerConfig, trained: Tensor) -> float:
+    found = dis_surrogate(
+        outcome.current_log_probs[trained],
+        batch.rollout_log_probs[trained],
         outcome.advantages[trained],
         token_weights(batch, config, trained)[trained],
         eps_low=config.epsilon_low,
         eps_high=config.epsilon_high,
     )
-    return {
-        "dis_reject_frac_low": float(gate.low.double().mean()),
-        "dis_reject_frac_high": float(gate.high.double().mean()),
-        "dis_surrogate": float(surrogate),
-    }
+    return float(found)
 
 
 def _critic_metrics(critic: CriticOutcome) -> dict[str, float]:
@@ -127,7 +116,6 @@ def _segment_metrics(batch: PackedBatch, trained: Tensor) -> dict[str, float]:
         "summary_tokens_mean": _mean(lengths[batch.is_summary]),
         "trainable_tokens/execution": float(trainable[~batch.is_summary].sum()),
         "trainable_tokens/summary": float(trainable[batch.is_summary].sum()),
-        "overlong_frac": float(batch.is_truncated.double().mean()),
         "reward_mean/single_window": _mean(rewards[~is_compacted]),
         "reward_mean/compacted": _mean(rewards[is_compacted]),
     }

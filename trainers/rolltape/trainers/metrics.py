@@ -5,18 +5,38 @@ Both trust and distance are reported: the share of trusted tokens can rise while
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rolltape.trainers.gates import icepop_gate, tis_gate
-from rolltape.trainers.safe_math import DIAGNOSTIC_CLAMP, finite_log_ratio, raw_ratio
+from rolltape.trainers.losses import PolicyLoss
+from rolltape.trainers.safe_math import DIAGNOSTIC_CLAMP, finite_log_ratio
 
 Array = npt.NDArray[np.float64]
 QUANTILES: Final = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
+
+
+class Verdicts(NamedTuple):
+    """What a loss did to each token; bool ``[N]`` each."""
+
+    gate_low: Tensor
+    """Below the gate's interval: rejected, or raised to its end."""
+    gate_high: Tensor
+    clip_low: Tensor
+    """PPO's clip took its gradient away at the low end."""
+    clip_high: Tensor
+
+    @classmethod
+    def of(cls, policy: PolicyLoss) -> Self:
+        """Those of a loss."""
+        return cls(policy.gate.low, policy.gate.high, policy.clip_low, policy.clip_high)
+
+    def at(self, index: Tensor) -> Verdicts:
+        """Of some tokens."""
+        return Verdicts(*(hit[index] for hit in self))
 
 
 class KlEstimate(NamedTuple):
@@ -56,10 +76,8 @@ def policy_metrics(
     entropy: Tensor | None,
     gate_weight: Tensor,
     trusted: Tensor,
-    eps_low: float,
-    eps_high: float,
-    beta: float,
-    tis: tuple[float, float] | None = None,
+    verdicts: Verdicts,
+    is_clamp: bool = False,
 ) -> dict[str, float]:
     """Metrics of one batch's action tokens by name; one that is undefined (no token, no finite pair) is left out.
 
@@ -71,11 +89,8 @@ def policy_metrics(
         entropy: of the unmasked distribution, if it was computed.
         gate_weight: ``gate_weights`` of :class:`rolltape.trainers.losses.PolicyLoss`.
         trusted: its ``trusted``.
-        eps_low: PPO's clip range, low end.
-        eps_high: and high end.
-        beta: reject shares and the share of far tokens are counted against ``[1/beta, beta]``, whatever correction
-            the loss used.
-        tis: ends of the clamp, if the loss used one: its shares are counted per side.
+        verdicts: what its gate and its clip did; a method without one has none.
+        is_clamp: the gate lowered or raised tokens (TIS) instead of rejecting them; the names say which.
 
     Names: ``mismatch_*`` compare old with rollout (two engines, one version), ``policy_*`` current with old;
     ``kl_rollout_train_*`` is KL(rollout || old) and ``kl_old_current_*`` is KL(old || current).
@@ -92,35 +107,12 @@ def policy_metrics(
     if entropy is not None:
         metrics |= _moments("entropy", _finite(entropy), ("mean",))
     metrics |= _moments("token_advantage", _finite(advantage), ("mean", "std", "max"))
-    metrics |= _gate_metrics(old_logp, rollout_logp, beta, tis)
-    metrics |= _clip_metrics(current_logp, old_logp, advantage, trusted, eps_low, eps_high)
+    gate = "tis_clip_frac" if is_clamp else "gate_reject_frac"
+    names = (f"{gate}_low", f"{gate}_high", "clip_frac_low", "clip_frac_high")
+    metrics |= {name: float(hit.double().mean()) for name, hit in zip(names, verdicts, strict=True)}
     metrics |= _log_ratio_metrics("mismatch", "kl_rollout_train", old_logp - rollout_logp, sampled_by_reference=True)
     metrics |= _log_ratio_metrics("policy", "kl_old_current", current_logp - old_logp, sampled_by_reference=True)
     return metrics
-
-
-def _gate_metrics(
-    old_logp: Tensor, rollout_logp: Tensor, beta: float, tis: tuple[float, float] | None
-) -> dict[str, float]:
-    ratio = raw_ratio(old_logp, rollout_logp)
-    gates = {"gate_reject_frac": icepop_gate(ratio, beta)}
-    if tis is not None:
-        gates["tis_clip_frac"] = tis_gate(ratio, *tis)
-    metrics = {}
-    for name, gate in gates.items():
-        metrics[f"{name}_low"] = float(gate.low.double().mean())
-        metrics[f"{name}_high"] = float(gate.high.double().mean())
-    return metrics
-
-
-def _clip_metrics(
-    current: Tensor, old: Tensor, advantage: Tensor, trusted: Tensor, eps_low: float, eps_high: float
-) -> dict[str, float]:
-    """Share of action tokens at which PPO's clip took the gradient away."""
-    ratio = raw_ratio(current, old)
-    low = (ratio < 1.0 - eps_low) & (advantage < 0) & trusted
-    high = (ratio > 1.0 + eps_high) & (advantage > 0) & trusted
-    return {"clip_frac_low": float(low.double().mean()), "clip_frac_high": float(high.double().mean())}
 
 
 def _log_ratio_metrics(name: str, kl_name: str, log_ratio: Tensor, *, sampled_by_reference: bool) -> dict[str, float]:

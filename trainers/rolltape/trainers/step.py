@@ -29,6 +29,7 @@ from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.critic_model import CRITIC_PREFIX, compute_dtype
 from rolltape.trainers.critic_step import CriticOutcome, learn_values
 from rolltape.trainers.learner import Learner, UpdateCount, counted_updates, make_optimizer, trainable
+from rolltape.trainers.metrics import Verdicts
 from rolltape.trainers.ranks import ONE_PROCESS, Ranks, clip_gradients
 from rolltape.trainers.reverse_kl import TokenDivergence
 
@@ -49,6 +50,7 @@ class StepOutcome:
     advantages: Tensor  # float32 [N]
     gate_weights: Tensor  # float32 [N]
     trusted: Tensor  # bool [N]
+    verdicts: Verdicts  # of gate and clip, at the last update
     member_advantages: Tensor  # float64 [M]
     micro_batches: tuple[int, ...]
     gradient_digests: Mapping[str, str]
@@ -144,6 +146,7 @@ def train_step(
         advantages=tokens.logged.get("advantage", algorithm.advantages),
         gate_weights=tokens.gate,
         trusted=tokens.trusted,
+        verdicts=tokens.verdicts,
         member_advantages=algorithm.member_advantages,
         micro_batches=updates.sizes,
         gradient_digests={**updates.digests, **(critic.gradient_digests if critic else {})},
@@ -192,6 +195,7 @@ class _Tokens:
     entropy: Tensor
     gate: Tensor
     trusted: Tensor
+    verdicts: Verdicts
     logged: dict[str, Tensor]
 
     @classmethod
@@ -199,11 +203,13 @@ class _Tokens:
         """Nothing computed yet."""
         old, current, entropy, gate = (torch.zeros(count) for _ in range(4))
         others = {name: torch.zeros(count) for name in logged}
-        return cls(old, current, entropy, gate, torch.zeros(count, dtype=torch.bool), others)
+        trusted, *verdicts = (torch.zeros(count, dtype=torch.bool) for _ in range(5))
+        return cls(old, current, entropy, gate, trusted, Verdicts(*verdicts), others)
 
     def add_up(self, ranks: Ranks) -> None:
         """Every rank has its own micro-batches' tokens and 0 elsewhere; afterwards all have all."""
-        ranks.add_up(self.old, self.current, self.entropy, self.gate, self.trusted, *self.logged.values())
+        tensors = (self.old, self.current, self.entropy, self.gate, self.trusted)
+        ranks.add_up(*tensors, *self.verdicts, *self.logged.values())
 
 
 class _Updates(NamedTuple):
@@ -302,6 +308,8 @@ class _Work:
             tokens.entropy[index] = scores.entropy.detach().float()
             tokens.gate[index] = found.policy.gate_weights
             tokens.trusted[index] = found.policy.trusted
+            for whole, of_part in zip(tokens.verdicts, Verdicts.of(found.policy), strict=True):
+                whole[index] = of_part
             for name, values in found.logged.items():
                 tokens.logged[name][index] = values
         self.ranks.add_up(total)
