@@ -13,6 +13,9 @@ from tests.scored import problem, route, score, start_run
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.fold import fold
 from rolltape.store.lake import Lake
+from rolltape.store.sources import TableSource
+from rolltape.store.verify import CHECKS
+from rolltape.store.verify_context import Context
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.batch_rules import BatchRules
@@ -75,6 +78,21 @@ class Recorded:
         )
         self.tape.add("batch_formed", **columns)
         return pack_members(folded, plan.members, rules, book)
+
+    def forget_teacher_digests(self) -> None:
+        """Pin the batch as a release did that knew no digest of scores."""
+        [row] = self.tape.tables()["batch_formed"].to_pylist()
+        columns = row["batch_formed"]
+        for member in columns["members"]:
+            del member["teacher_digest"]
+        lists = {name: [value] for name, value in columns.items() if isinstance(value, list)}
+        del self.tape.batches["batch_formed"]
+        self.tape.add("batch_formed", event_id=row["event_id"], **(columns | lists))
+
+    def verified(self) -> bool:
+        """Whether ``verify`` finds every member as it was pinned."""
+        [check] = [one for one in CHECKS if one.name == "content_digests"]
+        return check.result(Context(TableSource(self.tape.tables()))).ok
 
     def read(self, rules: BatchRules, without: Sequence[str] = ()) -> PinnedBatch:
         """Read it from a lake that holds the tape."""

@@ -71,6 +71,7 @@ BATCH_MEMBERS = View(
         "masks_digest": "of its masks",
         "versions_digest": "of its policy versions",
         "rewards_digest": "of its reward",
+        "teacher_digest": "of its teacher scores",
         "reward_event_ids": "reward events used",
         "teacher_event_ids": "teacher scores used",
         "mask_event_ids": "mask events used",
@@ -86,7 +87,8 @@ BATCH_MEMBERS = View(
             m.source_trajectory_id AS source_trajectory_id, m.content_digest AS content_digest,
             m.token_ids_digest AS token_ids_digest, m.log_probs_digest AS log_probs_digest,
             m.masks_digest AS masks_digest, m.versions_digest AS versions_digest,
-            m.rewards_digest AS rewards_digest, m.reward_event_ids AS reward_event_ids,
+            m.rewards_digest AS rewards_digest, m.teacher_digest AS teacher_digest,
+            m.reward_event_ids AS reward_event_ids,
             m.teacher_event_ids AS teacher_event_ids, m.mask_event_ids AS mask_event_ids
         FROM (
             SELECT

@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 
 from rolltape.schema.digest import batch_digest
 from rolltape.schema.kinds import KINDS
+from rolltape.schema.render import arrow_schema
+from rolltape.schema.score_digests import score_digests
 from rolltape.store.verify_context import Context, Outcome, at_trajectory, outcome
 
 TENSOR_NAMES: Final = {
@@ -29,7 +31,7 @@ _RUN_KINDS: Final = ("run_started", "run_resumed")
 
 
 def content_digests(context: Context) -> Outcome:
-    """Recompute the digests of all pinned members, and the digest of each batch over its members' own."""
+    """Recompute the digests of all pinned members and of their scores, and of each batch over its members' own."""
     members = context.rows(
         f"""
         SELECT m.*
@@ -46,6 +48,7 @@ def content_digests(context: Context) -> Outcome:
         found = _recompute(context, part)
         for member in part:
             broken += _compare(member, found.get((member["trajectory_id"], member["attempt"])), counts)
+        broken += _scores(context, part)
     broken += _batches(context)
     return outcome(len(checked), broken, dict(counts))
 
@@ -125,6 +128,26 @@ def _compare(member: dict[str, Any], found: dict[str, Any] | None, counts: Count
             f"{name} (step {member['step']}): expected the {tensor} that the batch pinned, got other bits",
             tensor=tensor,
         )
+
+
+def _scores(context: Context, members: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What teachers said of members whose batch has a digest of it."""
+    scored = [member for member in members if member["teacher_digest"] is not None]
+    if not scored:
+        return
+    ids = [member["trajectory_id"] for member in scored]
+    events = context.source.read(("teacher_scored",), as_of=None, trajectory_ids=ids)
+    table = events.get("teacher_scored", arrow_schema("teacher_scored").empty_table())
+    digests = score_digests(table, [member["teacher_event_ids"] for member in scored])
+    for member, digest in zip(scored, digests, strict=True):
+        if digest != member["teacher_digest"]:
+            yield at_trajectory(
+                member,
+                f"trajectory {member['trajectory_id']} attempt {member['attempt']} of batch {member['batch_id']} (step "
+                f"{member['step']}): expected the teacher scores that the batch pinned, got "
+                f"{'none' if digest is None else 'other bits'}",
+                tensor="teacher",
+            )
 
 
 def _batches(context: Context) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,55 @@ def test_scores_that_came_later_change_nothing(recorded: Recorded) -> None:
     members = recorded.tape.tables()["batch_formed"]["batch_formed"][0].as_py()["members"]
     named = [[recorded.scores[name, segment] for segment in (0, 1)] for name in recorded.names]
     assert [member["teacher_event_ids"] for member in members] == named
+
+
+def said_otherwise(recorded: Recorded, **changes: Any) -> None:
+    """The tape says under the same event id what was not trained on."""
+    [row] = recorded.tape.tables()["teacher_scored"].slice(0, 1).to_pylist()
+    writer = Tape()
+    envelope = ("event_id", "trajectory_id", "attempt", "group_id", "problem_id", "segment_index", "log_offset")
+    given = {name: row[name] for name in envelope} | row["teacher_scored"] | changes
+    lists = {name: [value] for name, value in given.items() if isinstance(value, list)}
+    writer.add("teacher_scored", **(given | lists))
+    recorded.tape.batches["teacher_scored"][0] = writer.batches["teacher_scored"][0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"log_probs": [-1.0, -2.0, -3.0, None]},
+        {"log_probs": [-0.078125, -0.09375, -0.046875, -0.12500001]},  # one bit of the last
+        {"top_k": 1, "top_k_token_ids": [1, 1, 1, 1], "top_k_log_probs": [-1.0] * 4},
+    ],
+)
+def test_a_score_that_is_not_what_was_trained_on_is_named(recorded: Recorded, changes: dict[str, Any]) -> None:
+    trained = recorded.pin(MOPD)
+    said_otherwise(recorded)
+    require_equal(recorded.read(MOPD).packed, trained)
+    assert recorded.verified()
+    said_otherwise(recorded, **changes)
+    with pytest.raises(DigestMismatchError, match=r"batch batch: trajectory a .*teacher's scores differ"):
+        recorded.read(MOPD)
+    assert recorded.read(GRPO).packed.teacher is None, "who reads no scores is not concerned"
+    assert not recorded.verified()
+
+
+def test_a_score_under_the_same_id_later_in_the_log_changes_nothing(recorded: Recorded) -> None:
+    """A second service that scores again makes the same event ids."""
+    trained = recorded.pin(MOPD)
+    first = recorded.tape.batches["teacher_scored"][0]
+    said_otherwise(recorded, log_offset=99, log_probs=[-1.0, -2.0, -3.0, -4.0])
+    recorded.tape.batches["teacher_scored"].append(first)
+    require_equal(recorded.read(MOPD).packed, trained)
+
+
+def test_a_batch_without_a_digest_of_its_scores_is_read(recorded: Recorded) -> None:
+    """As releases before this one pinned it."""
+    trained = recorded.pin(MOPD)
+    recorded.forget_teacher_digests()
+    said_otherwise(recorded, log_probs=[-1.0, -2.0, -3.0, -4.0])
+    assert not torch.equal(recorded.read(MOPD).packed.teacher.log_probs, trained.teacher.log_probs)  # type: ignore[union-attr]
+    assert recorded.verified()
 
 
 def test_one_recorded_batch_serves_every_method(recorded: Recorded) -> None:

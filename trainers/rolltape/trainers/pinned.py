@@ -44,6 +44,7 @@ _PINNED: Final = (
     "reward_event_ids",
     "mask_event_ids",
     "teacher_event_ids",
+    "teacher_digest",
 )
 
 # Tensor names as the trainer sees them, by the digest column that covers each.
@@ -61,8 +62,8 @@ def member_columns(
 ) -> tuple[pa.StructArray, str]:
     """The ``members`` structs of ``batch_formed`` in order, and the batch digest over their contents.
 
-    Named are the scores that ``book`` has of each member, where ``rules`` use any. The reward is the tape's, before
-    what the configuration makes of a truncated rollout's.
+    Named, with a digest over what they say, are the scores that ``book`` has of each member, where ``rules`` use any.
+    The reward is the tape's, before what the configuration makes of a truncated rollout's.
     """
     index = fold_index(folded)
     rows = [index[m.trajectory_id, m.attempt] for m in members]
@@ -80,6 +81,8 @@ def member_columns(
     def column(name: str) -> pa.Array:
         return _one_array(trajectories[name])
 
+    scores = _teacher_event_ids(folded, members, rules, book)
+    said = book.digests(scores.to_pylist()) if book is not None else [None] * len(members)
     fields: dict[str, pa.Array] = {
         "trajectory_id": column("trajectory_id"),
         "attempt": column("attempt"),
@@ -88,7 +91,7 @@ def member_columns(
         "member": pa.array([m.member for m in members], pa.int32()),
         "last_event_index": column("last_event_index"),
         "reward_event_ids": column("reward_event_ids"),
-        "teacher_event_ids": _teacher_event_ids(folded, members, rules, book),
+        "teacher_event_ids": scores,
         "mask_event_ids": column("mask_event_ids"),
         "reward": column("reward"),
         "is_padding": pa.array([m.is_padding for m in members], pa.bool_()),
@@ -99,6 +102,7 @@ def member_columns(
         "masks_digest": _one_array(taken["masks"]),
         "versions_digest": _one_array(taken["versions"]),
         "rewards_digest": _one_array(taken["rewards"]),
+        "teacher_digest": pa.array(said, pa.int64()),
     }
     arrays = [fields[name].cast(type_) for name, type_ in _MEMBER.items()]
     structs = pa.StructArray.from_arrays(arrays, names=list(_MEMBER))
@@ -160,6 +164,8 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str, rules: BatchRules = GRPO
     )
     started = lake.read("run_started", run_id=run_id)
     book = _pinned_book(lake, run_id, started, rules, columns)
+    if book is not None:
+        _compare_scores(batch_id, columns, book)
     packer = MemberPacker(rules, book, num_members=len(members))
     contents: list[str] = []
     reward_tables: list[pa.Table] = []
@@ -205,6 +211,18 @@ def _pinned_book(
             scored = scored.filter(pc.is_in(scored["event_id"], pa.array(named, pa.string())))
         events["teacher_scored"] = scored
     return ScoreBook.of(events, started, rules)
+
+
+def _compare_scores(batch_id: str, columns: Mapping[str, list[Any]], book: ScoreBook) -> None:
+    """Refuse scores that say other things than those that were trained on; one that is gone is refused when matched."""
+    names = ("trajectory_id", "teacher_digest")
+    found = book.digests(columns["teacher_event_ids"])
+    for trajectory, recorded, now in zip(*(columns[name] for name in names), found, strict=True):
+        if None not in (recorded, now) and recorded != now:
+            raise DigestMismatchError(
+                f"batch {batch_id}: trajectory {trajectory} is not what was trained: its teacher's scores differ "
+                f"(recorded digest {recorded}, now {now}); is a score on the tape twice, or was it changed?"
+            )
 
 
 def _batch_row(lake: Lake, run_id: str, batch_id: str) -> pa.StructArray:

@@ -22,6 +22,7 @@ from rolltape.schema.digest import prefix_digest
 from rolltape.schema.errors import UntrainableError
 from rolltape.schema.fold import Fold
 from rolltape.schema.render import arrow_schema
+from rolltape.schema.score_digests import score_digests
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.packing import FlatSegments, RowScore, flat_values
 from rolltape.trainers.segments import Attempt, TrainedSegments
@@ -88,6 +89,7 @@ class ScoreBook:
     domains: Mapping[str, str | None]
     tokenizer_digest: str | None
     template_digest: str | None
+    _scored: pa.Table
     _event_ids: Sequence[str]
     _rows_of: Mapping[SegmentKey, Sequence[int]]
     _fields: Mapping[str, Sequence[Any]]
@@ -117,6 +119,7 @@ class ScoreBook:
             domains=_domains(problems),
             tokenizer_digest=tokenizer,
             template_digest=template,
+            _scored=scored,
             _event_ids=scored["event_id"].to_pylist(),
             _rows_of=rows_of,
             _fields={name: pc.struct_field(struct, name).to_pylist() for name in _FIELDS},
@@ -175,6 +178,10 @@ class ScoreBook:
     def event_id(self, row: int) -> str:
         """Event of a score."""
         return self._event_ids[row]
+
+    def digests(self, event_ids: Sequence[Sequence[str] | None]) -> list[int | None]:
+        """Digest of each member's scores, given by their events; None: it has none, or the book lacks one."""
+        return score_digests(self._scored, event_ids)
 
     def row_score(self, row: int, flat: FlatSegments, segment_row: int) -> RowScore:
         """A score as values over the tokens of a segment (context, then response), from its start position on."""

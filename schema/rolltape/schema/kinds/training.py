@@ -38,6 +38,7 @@ MEMBER_TYPE = struct_of(
     masks_digest=INT64,
     versions_digest=INT64,
     rewards_digest=INT64,
+    teacher_digest=INT64,
 )
 
 _POLICY = (
