@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from tests.conftest import Tape as EventTape
 from tests.methods import CONFIGS, MODEL, TEMPERATURE, batch
 from tests.teacher_lakes import ended_run
 
@@ -16,6 +17,7 @@ from rolltape.numerics.weights import named_weights, tensor_digests, weights_dig
 from rolltape.schema.errors import ConfigError, NotPublishedError
 from rolltape.schema.policy import PolicyVersion
 from rolltape.schema.runline import RunLine
+from rolltape.store.lake import Lake
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.history import RunHistory
 from rolltape.trainers.job import InitialWeights, TrainerJob
@@ -115,7 +117,6 @@ def history(*steps: tuple[int, int], resets_of: tuple[int, ...] = ()) -> RunHist
     """Of a run whose last steps, to step 7, started from and made these versions, some of which had their resets."""
     first = 8 - len(steps)
     rows = {first + n: {"version_in": before, "version_out": after} for n, (before, after) in enumerate(steps)}
-    reasons = frozenset(f"version {number} of run epoch 1 serves" for number in resets_of)
     return RunHistory(
         run_id="run",
         line=RunLine(((1, 0),)),
@@ -124,7 +125,7 @@ def history(*steps: tuple[int, int], resets_of: tuple[int, ...] = ()) -> RunHist
         batches={},
         checkpoints={},
         published={},
-        reset_reasons=reasons,
+        reset_versions=frozenset((1, number) for number in resets_of),
     )
 
 
@@ -154,6 +155,10 @@ def test_moments_are_forgotten_when_other_weights_come_to_serve() -> None:
                 "step": 3,
                 "extent": "actor: exp_avg, exp_avg_sq, step",
                 "reason": "version 2 of run epoch 1 serves",
+                "policy_id": "actor",
+                "policy_run_epoch": 1,
+                "version": 2,
+                "weights_digest": "w2",
             },
         )
     ]
@@ -181,6 +186,18 @@ def test_a_trainer_that_comes_back_makes_up_for_a_reset_that_is_missing(
     resets.begin(before, version(4))
     resets.settle(stepped(), version(4), step=7)
     assert tape.steps == expected
+
+
+def test_a_history_knows_which_version_a_reset_was_for(tape: EventTape, tmp_path: Path) -> None:
+    """By its columns, and by the reason of a release that had none."""
+    tape.add("run_started", purpose="train")
+    lake = Lake.create(tmp_path / "lake")
+    reset: dict[str, Any] = {"step": 1, "extent": "actor: step"}
+    tape.add("optimizer_reset", **reset, reason="new weights", **version(3).fields)
+    tape.add("optimizer_reset", **reset, reason="version 12 of run epoch 2 serves")
+    tape.add("optimizer_reset", **reset, reason="by hand")
+    lake.append(tape.tables(), {})
+    assert RunHistory.read(lake, "run").reset_versions == {(1, 3), (2, 12)}
 
 
 def test_resets_are_on_in_asynchronous_runs_or_as_configured() -> None:

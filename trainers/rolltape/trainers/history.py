@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -42,7 +43,7 @@ class RunHistory:
         checkpoints: ``checkpoint_saved`` by step, live ones only.
         published: ``weights_published`` of the policy by (policy run epoch, version), live ones only.
         resets: steps after which the policy's optimizer was reset, live ones only.
-        reset_reasons: why it was, each of them once.
+        reset_versions: the versions for which it was, by (policy run epoch, version).
     """
 
     run_id: str
@@ -53,7 +54,7 @@ class RunHistory:
     checkpoints: Mapping[int, dict[str, Any]]
     published: Mapping[tuple[int, int], dict[str, Any]]
     resets: frozenset[int] = frozenset()
-    reset_reasons: frozenset[str | None] = frozenset()
+    reset_versions: frozenset[tuple[int, int]] = frozenset()
 
     @property
     def last_step(self) -> int:
@@ -131,8 +132,16 @@ class RunHistory:
                 if row["policy_id"] == POLICY_ID and line.is_live_step(row["run_epoch"], row["step"])
             },
             resets=frozenset(row["step"] for row in resets),
-            reset_reasons=frozenset(row["reason"] for row in resets),
+            reset_versions=frozenset(key for row in resets if (key := _reset_version(row)) is not None),
         )
+
+
+def _reset_version(row: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The version that a reset was for; releases without a column for it named it in the reason alone."""
+    if row["version"] is not None:
+        return row["policy_run_epoch"], row["version"]
+    found = re.fullmatch(r"version (\d+) of run epoch (\d+) serves", row["reason"] or "")
+    return None if found is None else (int(found[2]), int(found[1]))
 
 
 def _live(rows: list[dict[str, Any]], line: RunLine) -> dict[int, dict[str, Any]]:

@@ -26,7 +26,7 @@ class OptimizerResets:
         The step that made it need not be the last one: others may lie between a version and its coming into effect.
         """
         was_trained = any(row["version_out"] != row["version_in"] for row in history.steps.values())
-        is_news = was_trained and _reason(served) not in history.reset_reasons
+        is_news = was_trained and served.key not in history.reset_versions
         self._known = None if is_news else served.key
 
     def settle(self, learner: Learner, served: PolicyVersion, *, step: int) -> None:
@@ -38,10 +38,6 @@ class OptimizerResets:
             "optimizer_reset",
             step=step,
             extent=f"{served.policy_id}: {reset_optimizer(learner.optimizer)}",
-            reason=_reason(served),
+            reason=f"version {served.version} of run epoch {served.run_epoch} serves",
+            **served.fields,
         )
-
-
-def _reason(served: PolicyVersion) -> str:
-    """Of the reset for this version: a run that is resumed knows by it which versions had theirs."""
-    return f"version {served.version} of run epoch {served.run_epoch} serves"

@@ -143,6 +143,10 @@ TRAINING_KINDS = (
             column("step", INT64, "step", required=True),
             column("extent", STRING, "what was reset", required=True),
             column("reason", STRING, "why"),
+            column("policy_id", STRING, "policy whose optimizer it is"),
+            column("policy_run_epoch", INT32, "run epoch that published the version that serves since"),
+            column("version", INT64, "its number"),
+            column("weights_digest", STRING, "digest over its weights"),
         ),
     ),
     Kind(
