@@ -48,8 +48,12 @@ DIS = {"algorithm": "dis", "epsilon_low": 0.3, "epsilon_high": 5.0}
         ({"value_clip": 0.0}, "trainer.value_clip: expected more than 0"),
         ({"value_norm_rate": 0.0}, "trainer.value_norm_rate: expected more than 0, at most 1"),
         ({"freeze_critic": ("attn", "")}, "trainer.freeze_critic: expected parts of module names"),
-        ({"sentinels": (-100.0, 0.0)}, "trainer.sentinels: expected values below 0"),
-        ({"sentinels": ("-inf",)}, "trainer.sentinels: expected values below 0"),
+        ({"sentinels": (-100.0, 0.0)}, "trainer.sentinels: expected finite values below 0"),
+        ({"sentinels": ("-inf",)}, "trainer.sentinels: expected finite values below 0"),
+        ({"sentinels": (-math.inf,)}, "trainer.sentinels: expected finite values below 0"),
+        ({"lr": math.inf}, "trainer.lr: expected a finite number, got inf"),
+        ({"icepop_beta": math.inf}, "trainer.icepop_beta: expected a finite number, got inf"),
+        ({"stop_above": math.nan}, "trainer.stop_above: expected a finite number, got nan"),
         ({"dual_clip": 1.0}, "trainer.dual_clip: expected more than 1, got 1.0"),
         ({**DIS, "dual_clip": 3.0}, "trainer.dual_clip: expected none with algorithm dis"),
         ({**DIS, "algorithm": "sao", "dual_clip": 3.0}, "trainer.dual_clip: expected none with algorithm sao"),
@@ -130,6 +134,14 @@ def test_an_algorithm_for_another_takes_its_own_defaults() -> None:
     dis = config.with_algorithm("dis", epsilon_low=0.8, epsilon_high=3.0)
     assert (dis.lr, dis.aggregation, dis.adv_norm, dis.is_dis) == (3e-4, "token_mean", "mean", True)
     assert dis.with_algorithm("grpo") == dataclasses.replace(TrainerConfig(), lr=3e-4)
+
+
+def test_mopd_alarms_of_a_foreign_teacher_unless_told_otherwise() -> None:
+    """§4.9: teachers of one origin begin near 0.04 nat per token, others near 0.19."""
+    mopd = TrainerConfig(algorithm="mopd")
+    assert mopd.alarm_domain_kl_above == 0.1
+    assert TrainerConfig(algorithm="mopd", alarm_domain_kl_above=0.5).alarm_domain_kl_above == 0.5
+    assert mopd.with_algorithm("opd").alarm_domain_kl_above is None
 
 
 @pytest.mark.parametrize(

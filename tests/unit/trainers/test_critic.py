@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.methods import CONFIGS, TEMPERATURE, batch, gradients, learner
+from torch import nn
 
 from rolltape.numerics.models import build_model
 from rolltape.numerics.weights import named_weights, tensor_digests, weights_digest
@@ -21,7 +22,7 @@ from rolltape.trainers import step as step_module
 from rolltape.trainers.checkpoint import Progress, load_checkpoint, save_checkpoint
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.critic import ValueNormaliser
-from rolltape.trainers.critic_model import CriticCounts, freeze
+from rolltape.trainers.critic_model import CriticCounts, freeze, train_only
 from rolltape.trainers.gae import whitened
 from rolltape.trainers.learner import Learner, make_critic, make_optimizer, reset_optimizer
 from rolltape.trainers.step import StepOutcome, train_step
@@ -70,6 +71,39 @@ def test_the_critics_own_modules_learn_and_the_others_stay(
     owned = {id(p) for group in made.critic.optimizer.param_groups for p in group["params"]}
     assert all((id(p) in owned) == (name in wanted) for name, p in made.critic.model.named_parameters())
     assert {name.removeprefix("critic/") for name in gradients(made) if name.startswith("critic/")} == wanted
+
+
+@pytest.mark.parametrize(
+    ("train", "is_learning"),
+    [
+        (SAO.train_critic, lambda name: ".experts." in name or ".mlp.down_proj." in name or name.startswith("head.")),
+        (("experts", "head"), lambda name: ".experts." in name or name.startswith("head.")),
+        (("gate", "head"), lambda name: ".mlp.gate." in name or name.startswith("head.")),
+    ],
+)
+def test_the_critic_of_a_mixture_learns_in_its_experts_and_not_in_its_router(
+    train: tuple[str, ...], is_learning: Callable[[str], bool]
+) -> None:
+    """D27, with the module names of a family that has both dense layers and mixtures."""
+    critic = nn.Module()
+    critic.backbone = nn.ModuleDict(
+        {
+            "dense": nn.ModuleDict(
+                {"self_attn": nn.Linear(2, 2), "mlp": nn.ModuleDict({"down_proj": nn.Linear(2, 2)})}
+            ),
+            "mixed": nn.ModuleDict(
+                {
+                    "self_attn": nn.Linear(2, 2),
+                    "mlp": nn.ModuleDict({"gate": nn.Linear(2, 2), "experts": nn.ModuleDict({"0": nn.Linear(2, 2)})}),
+                }
+            ),
+        }
+    )
+    critic.head = nn.Linear(2, 1)
+    train_only(critic, train)
+    learning = {name for name, p in critic.named_parameters() if p.requires_grad}
+    assert learning == {name for name, _ in critic.named_parameters() if is_learning(name)}
+    assert learning
 
 
 def test_modules_to_train_or_to_freeze_have_to_exist() -> None:

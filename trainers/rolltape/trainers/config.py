@@ -22,7 +22,10 @@ _OF_ALGORITHM: Final[Any] = None
 
 _GATED: Final = ("icepop", "tis", "none")
 _CORRECTIONS: Final = {"grpo": _GATED, "opd": _GATED, "mopd": _GATED, "dis": ("dis",), "sao": ("dis",)}
-_RESOLVED: Final = ("epsilon_low", "epsilon_high", "correction", "aggregation", "adv_norm", "max_gap")
+_RESOLVED: Final = (
+    *("epsilon_low", "epsilon_high", "correction", "aggregation", "adv_norm", "max_gap"),
+    "alarm_domain_kl_above",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +54,14 @@ class TrainerConfig:
     ``opd_coef`` weigh the task's advantage and the gap (§4.10).
 
     SAO and CompactionRL. ``lambda_alpha`` is α of λ = 1 - 1/(α l); ``critic_lambda`` makes the critic's targets.
-    Of the critic's modules those learn in whose names a part of ``train_critic`` is (none: all; D27), and none of
-    ``freeze_critic``. ``bootstrap_truncated`` values the end of a truncated rollout instead of taking it as 0.
+    Of the critic's modules those learn in whose names a part of ``train_critic`` is (none: all; a mixture's router only
+    where it is named itself; D27), and none of ``freeze_critic``. ``bootstrap_truncated`` values the end of a truncated rollout instead of taking it as 0.
     ``compaction_ratio`` dis is unpublished; ppo compares with the version that the step starts from, so it takes
     tokens of that one alone. ``boundary_value`` and ``critic_target`` are D17; global targets are the discounted
     reward, so ``critic_lambda`` must be 1 then and ``bootstrap_truncated`` moves advantages alone.
 
-    Alarms are off where None; ``alarm_ema`` is the weight of the past in their moving averages.
+    Alarms are off where None; ``alarm_ema`` is the weight of the past in their moving averages. MOPD's on a domain that
+    begins far from its teacher is at 0.1 nat per token: those of one origin begin near 0.04, others near 0.19 (§4.9).
     """
 
     algorithm: Algorithm = "grpo"
@@ -234,6 +238,7 @@ class TrainerConfig:
             "aggregation": "token_mean" if by_token else "seq_mean",
             "adv_norm": "mean" if name == "dis" else "mean_std",
             "max_gap": 5.0 if name == "mopd" else None,
+            "alarm_domain_kl_above": 0.1 if name == "mopd" else None,
         }
 
     def _check_epsilon(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from rolltape.schema.errors import ConfigError
@@ -113,6 +115,10 @@ def check_ranges(config: TrainerConfig) -> None:
             value: Any = getattr(config, name)
             if value is not None and not allows(value):
                 raise _refused(name, words.format(name=name), value)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _refused(field.name, "a finite number", value)
     _check_together(config)
 
 
@@ -136,8 +142,8 @@ def _check_together(config: TrainerConfig) -> None:
             "set critic_target local to mix values into them",
             config.critic_lambda,
         )
-    if any(not isinstance(value, float) or not value < 0 for value in config.sentinels):
-        raise _refused("sentinels", "values below 0 with a decimal point, which no log-prob is", config.sentinels)
+    if any(not isinstance(value, float) or not -math.inf < value < 0 for value in config.sentinels):
+        raise _refused("sentinels", "finite values below 0 with a decimal point", config.sentinels)
     for name in ("train_critic", "freeze_critic"):
         parts = getattr(config, name)
         if any(not isinstance(part, str) or not part for part in parts):

@@ -24,6 +24,9 @@ CRITIC_POLICY_ID: Final = "critic"
 CRITIC_PREFIX: Final = "critic/"
 """Before the names of the critic's tensors where they stand beside the policy's."""
 
+_ROUTERS: Final = frozenset({"gate", "router", "shared_expert_gate"})
+"""Modules that choose a mixture's experts, by the names that model families have for them."""
+
 
 class CriticModel(nn.Module):
     """Hidden states of a causal model's backbone, and a linear head in float32.
@@ -132,10 +135,17 @@ def freeze(model: nn.Module, parts: Sequence[str]) -> None:
 def train_only(model: nn.Module, parts: Sequence[str]) -> None:
     """Exclude from training every parameter in whose path no module's name contains one of ``parts``.
 
+    A mixture's router learns only where a part names it: ``mlp`` stands for a dense layer's projections and for those
+    of experts (D27).
+
     Raises:
         ConfigError: no module's name contains one of them.
     """
     wanted = {id(parameter) for part in parts for parameter in _within(model, part, "train_critic")}
+    for name, parameter in model.named_parameters():
+        routers = _ROUTERS.intersection(name.split("."))
+        if not all(any(part in router for part in parts) for router in routers):
+            wanted.discard(id(parameter))
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.requires_grad and id(parameter) in wanted)
 
