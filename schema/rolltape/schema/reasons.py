@@ -84,6 +84,7 @@ LIMITED_SUPPORT: Final = "limited_support"
 UNSCALED_LOG_PROBS: Final = "unscaled_log_probs"
 ZERO_STD_GROUP: Final = "zero_std_group"
 SEGMENT_MISSING: Final = "segment_missing"
+BRANCH: Final = "branch"
 UNKNOWN_DOMAIN: Final = "unknown_domain"
 TEACHER_SCORE_MISSING: Final = "teacher_score_missing"
 TEACHER_MISROUTED: Final = "teacher_misrouted"
@@ -133,6 +134,7 @@ UNTRAINABLE_REASONS: Final = MappingProxyType(
         UNSCALED_LOG_PROBS: "its log-probs are raw, and it was sampled at another temperature than 1",
         ZERO_STD_GROUP: "all rewards of its group are equal, and the run drops such groups",
         SEGMENT_MISSING: "a segment of the rollout is missing; it is trained whole or not at all",
+        BRANCH: "it forked from a rollout of its group, and group statistics are over those alone",
         UNKNOWN_DOMAIN: "no teacher is routed for its domain, or its domain is unknown",
         TEACHER_SCORE_MISSING: "its teacher has not scored one of its segments",
         TEACHER_MISROUTED: "scored by another teacher, or other weights, than its domain is routed to",

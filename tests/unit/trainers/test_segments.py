@@ -180,6 +180,35 @@ def test_case_d28_segments_do_not_weigh_in_group_statistics_and_train_each_token
     assert group_advantages(batch.rewards, batch.groups, norm="mean").tolist() == [-0.5, 0.5]
 
 
+@pytest.mark.parametrize("dispatched", [True, False])
+def test_a_branch_is_no_member_of_its_own_where_a_group_is_compared(tape: Tape, dispatched: bool) -> None:
+    """Group statistics are per root: a group of rewards 0 and 1 has the mean 0.5, whatever its branches earned."""
+    for name, member in (("A", 0), ("B", 1)):
+        writer = AttemptWriter(tape, name, group_id="g")
+        if dispatched:
+            writer.add(
+                "rollout_dispatched", indexed=False, purpose="train", group_ordinal=0, member=member, group_size=2,
+                worker_id="w",
+            )  # fmt: skip
+        writer.start([1])
+        action = writer.act([20 + member, 30])
+        writer.end()
+        writer.reward(float(member))
+    branch = AttemptWriter(tape, "Branch", group_id="g", root_rollout_id="A", parent_event_id=action)
+    branch.start([1, 20, 30], forked_from_event_id=action)
+    branch.act([40])
+    branch.end()
+    branch.reward(1.0)
+    folded = fold(tape.tables())
+    plan = plan_batch(folded, VERSIONS, BatchRules())
+    assert [(d.trajectory_id, d.reason) for d in plan.dropped] == [("Branch", "branch")]
+    batch = pack_members(folded, plan.members)
+    assert batch.rewards.tolist() == [0.0, 1.0]
+    assert trained(batch) == [20, 30, 21, 30]
+    alone = plan_batch(folded, VERSIONS, COMPACTION)
+    assert sorted(member.trajectory_id for member in alone.members) == ["A", "B", "Branch"], "nothing is compared"
+
+
 def turns(tape: Tape, name: str = "t", *, masked: tuple[int, ...] = ()) -> tuple[AttemptWriter, list[str]]:
     """Actions of two tokens, observations between, in two segments (a0 o a1 | a2 o); the writer and their ids."""
     writer = AttemptWriter(tape, name)

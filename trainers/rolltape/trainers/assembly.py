@@ -48,6 +48,7 @@ _CANDIDATE: Final = [
     "logprobs_mode",
     "temperature",
     "is_current",
+    "root_rollout_id",
 ]
 
 
@@ -129,7 +130,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Decide who is trained.
 
-    Candidates are the current attempts, ordered by (group ordinal, member): never by id, file or time.
+    Candidates are the current attempts, ordered by (group ordinal, member): never by id, file or time. Where members
+    are compared within groups, a branch is none of its own: statistics are per root (design §4), and no source says
+    which advantage the branch's tokens would have.
 
     Args:
         folded: the candidates.
@@ -142,6 +145,8 @@ def plan_batch(
     """
     rows = [row for row in folded.trajectories.select(_CANDIDATE).to_pylist() if row["is_current"]]
     rows.sort(key=lambda r: (_last(r["group_ordinal"]), r["group_id"] or "", _last(r["member"]), r["trajectory_id"]))
+    branches = [row for row in rows if rules.uses_groups and row["root_rollout_id"] != row["trajectory_id"]]
+    rows = [row for row in rows if row not in branches] if branches else rows
     why = [refusal(row, versions, rules) for row in rows]
     _refuse_among(rows, why, lacking_segments(folded), reasons.SEGMENT_MISSING)
     if rules.needs_ratio:
@@ -152,6 +157,7 @@ def plan_batch(
     kept = _whole_groups(rows, why, rules) if rules.uses_groups else [(index, False) for index in valid]
     dropped += [_dropped(rows[index], reason) for index in valid if (reason := why[index]) is not None]
     members = tuple(_member(rows[index], padding=padding) for index, padding in kept)
+    dropped += [_dropped(row, reasons.BRANCH) for row in branches]
     return BatchPlan(members=members, dropped=tuple(dropped), awaiting=awaiting)
 
 
