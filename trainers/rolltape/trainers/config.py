@@ -55,10 +55,11 @@ class TrainerConfig:
 
     SAO and CompactionRL. ``lambda_alpha`` is α of λ = 1 - 1/(α l); ``critic_lambda`` makes the critic's targets.
     Of the critic's modules those learn in whose names a part of ``train_critic`` is (none: all; a mixture's router only
-    where it is named itself; D27), and none of ``freeze_critic``. ``bootstrap_truncated`` values the end of a truncated rollout instead of taking it as 0.
-    ``compaction_ratio`` dis is unpublished; ppo compares with the version that the step starts from, so it takes
-    tokens of that one alone. ``boundary_value`` and ``critic_target`` are D17; global targets are the discounted
-    reward, so ``critic_lambda`` must be 1 then and ``bootstrap_truncated`` moves advantages alone.
+    where it is named itself; D27), and none of ``freeze_critic``. ``bootstrap_truncated`` values the end of a truncated
+    rollout instead of taking it as 0. ``compaction_ratio`` dis is unpublished; ppo compares with the version that the
+    step starts from, so it takes tokens of that one alone. ``boundary_value`` and ``critic_target`` are D17; global
+    targets are the discounted reward, so ``critic_lambda`` must be 1 then and ``bootstrap_truncated`` moves advantages
+    alone.
 
     Alarms are off where None; ``alarm_ema`` is the weight of the past in their moving averages. MOPD's on a domain that
     begins far from its teacher is at 0.1 nat per token: those of one origin begin near 0.04, others near 0.19 (§4.9).
