@@ -94,8 +94,8 @@ def assert_same(found: Found, expected: Found) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_two_ranks_find_what_one_process_finds(two_ranks: Processes, name: str) -> None:
-    """In six micro-batches or so, and with rows and members in another order."""
-    config = dataclasses.replace(CONFIGS[name], critic_updates=1, token_budget=24)
+    """In six micro-batches or so, and with rows and members in another order; both updates of a critic."""
+    config = dataclasses.replace(CONFIGS[name], critic_lr=TrainerConfig().critic_lr, token_budget=24)
     expected = alone(config)
     assert len(expected.outcome.micro_batches) > 2
     found = two_ranks.run(on_a_rank, config)
