@@ -102,7 +102,7 @@ class DisorderedProducer:
     def unacknowledged_bytes(self) -> int:
         return sum(record.num_bytes for record in self._waiting)
 
-    def send(self, record: Record) -> None:
+    def send(self, record: Record, *, more: bool = False) -> None:
         with self._lock:
             self._waiting.append(record)
 

@@ -145,9 +145,9 @@ def test_large_batches_are_split_into_records_of_about_a_mebibyte() -> None:
     sent: list[int] = []
     original = MemoryProducer.send
 
-    def watch(self: MemoryProducer, record: Any) -> None:
+    def watch(self: MemoryProducer, record: Any, **options: Any) -> None:
         sent.append(record.headers.num_rows)
-        original(self, record)
+        original(self, record, **options)
 
     ids = [np.arange(20_000, dtype=np.int32)] * 64
     with Recorder(log, producer_id="p", run_id="r") as recorder, pytest.MonkeyPatch.context() as patch:
@@ -268,7 +268,7 @@ def test_what_is_still_encoded_when_a_record_is_refused_is_what_was_recorded(mon
     columns = {"trajectory_id": [f"t{row}" for row in range(128)], "attempt": 0, "group_id": "g", "token_ids": matrix}
     with monkeypatch.context() as patch:
 
-        def refuse(_self: MemoryProducer, _record: Any) -> None:
+        def refuse(_self: MemoryProducer, _record: Any, **_: Any) -> None:
             raise RecordTooLargeError("refused")
 
         patch.setattr(MemoryProducer, "send", refuse)
@@ -331,10 +331,10 @@ def test_a_full_disk_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals = iter([True, True, False])
     original = MemoryProducer.send
 
-    def sometimes(self: MemoryProducer, record: Any) -> None:
+    def sometimes(self: MemoryProducer, record: Any, **options: Any) -> None:
         if next(refusals, False):
             raise StorageFullError("no room")
-        original(self, record)
+        original(self, record, **options)
 
     monkeypatch.setattr(MemoryProducer, "send", sometimes)
     recorder.record("rollout_started", trajectory_id="t", attempt=0)
@@ -346,7 +346,7 @@ def test_a_disk_that_stays_full_is_an_error_and_the_event_goes_first_later(monke
     log = MemoryLog()
     recorder = Recorder(log, producer_id="p", run_id="r", backpressure_timeout_s=0.0)
 
-    def full(self: MemoryProducer, record: Any) -> None:
+    def full(self: MemoryProducer, record: Any, **options: Any) -> None:
         raise StorageFullError("no room")
 
     with monkeypatch.context() as patch:

@@ -247,7 +247,7 @@ class EmbeddedProducer:
                 self._unproven.popleft()
                 self._unproven_bytes -= num_bytes
 
-    def send(self, record: Record) -> None:
+    def send(self, record: Record, *, more: bool = False) -> None:  # noqa: ARG002  # the committer looks by itself
         """Append one record to the spool."""
         num_bytes = self._writer.append(record)
         lane = Lane(self.producer_id, self.epoch, record.topic, record.partition)

@@ -46,8 +46,10 @@ class LogProducer(Protocol):
         """Bytes sent of which it is not yet known that they are logged. The recorder bounds them."""
         ...
 
-    def send(self, record: Record) -> None:
+    def send(self, record: Record, *, more: bool = False) -> None:
         """Take over one record. Durable only after :meth:`flush`; an older record of the lane is never overtaken.
+
+        With ``more`` others follow at once, and it may be brought to the log together with them.
 
         Raises:
             StorageFullError: no room; the record was not taken, the same one may be sent again.

@@ -210,7 +210,7 @@ class MemoryProducer:
             sent[:] = [entry for entry in sent if entry[0] > mark]
         return sum(num_bytes for sent in self._sent.values() for _, num_bytes in sent)
 
-    def send(self, record: Record) -> None:
+    def send(self, record: Record, *, more: bool = False) -> None:  # noqa: ARG002  # as the protocol has it
         """Hand one record over."""
         lane = Lane(self.producer_id, self.epoch, record.topic, record.partition)
         self._sent.setdefault(lane, []).append((record.headers.last_lane_seq, record.num_bytes))

@@ -350,7 +350,7 @@ class Recorder:
         while self._outbox:
             self._wait_for_room(deadline)
             try:
-                self._producer.send(self._outbox.first)
+                self._producer.send(self._outbox.first, more=len(self._outbox) > 1)
             except StorageFullError:
                 if time.monotonic() >= deadline:
                     raise

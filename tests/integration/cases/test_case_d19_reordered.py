@@ -33,7 +33,9 @@ class _Producer:
 
     def __init__(self) -> None:
         self.records: list[Record] = []
-        self.send = self.records.append
+
+    def send(self, record: Record, *, more: bool = False) -> None:
+        self.records.append(record)
 
 
 def attempt() -> list[Record]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from kafka.errors import CorruptRecordError
+from kafka.net.compat import KafkaNetClient
 from kafka.record import memory_records
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from kafka.structs import TopicPartition
@@ -83,6 +84,36 @@ def test_what_was_sent_is_read_with_key_value_and_headers(client: KafkaClient, c
         {ONE: 0, TWO: 0},
         {ONE: 2, TWO: 0},
     )
+
+
+def test_what_is_sent_together_wakes_the_vendors_thread_once(
+    client: KafkaClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callers: list[threading.Thread] = []
+    wakeup = KafkaNetClient.wakeup
+
+    def noting(self: Any) -> None:
+        callers.append(threading.current_thread())
+        wakeup(self)
+
+    def mine() -> int:
+        return callers.count(threading.current_thread())
+
+    with contextlib.closing(client.producer()) as producer:
+        # The first record of a topic also asks for its metadata.
+        producer.send(ONE, b"key", b"first", [])
+        producer.flush(20)
+        monkeypatch.setattr(KafkaNetClient, "wakeup", noting)
+        with producer.together():
+            pending = [producer.send(partition, b"key", b"a", []) for partition in (ONE, TWO, ONE)]
+            assert mine() == 0
+        assert mine() == 1
+        producer.flush(20)
+        before = mine()
+        pending += [producer.send(ONE, b"key", b"a", [])]
+        assert mine() == before + 1
+        producer.flush(20)
+    assert [one.error() for one in pending] == [None] * 4
 
 
 def test_a_position_outside_the_log_is_an_error_that_names_it(client: KafkaClient, consumer: BrokerConsumer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import time
@@ -99,6 +100,9 @@ class PlayedProducer:
             pending.decide()
         return pending
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def flush(self, timeout_s: float) -> None:
         pass
 
@@ -130,13 +134,13 @@ class Producer:
     def _refresh(self) -> None:
         self.num_refreshed += 1
 
-    def send(self, *numbers: int, hand_over: bool = True) -> None:
+    def send(self, *numbers: int, hand_over: bool = True, more: bool = False) -> None:
         for number in numbers:
             record = self.record(number)
             pairs = record.headers.to_pairs()
             place = self.writer.append_at(record, pairs)
             if hand_over:
-                self.sender.hand_over(record, pairs, place)
+                self.sender.hand_over(record, pairs, place, more=more)
 
     def record(self, number: int) -> Record:
         made = make_record(batch_of("action_sampled", action(lane_seq=[number])))
@@ -435,6 +439,32 @@ def test_what_comes_while_others_are_on_their_way_goes_together(producer: Produc
     for pending in brokers.events()[1:]:
         pending.decide()
     producer.wait(3)
+
+
+def test_what_others_follow_at_once_waits_for_them(producer: Producer, brokers: PlayedBrokers) -> None:
+    producer.send(0)
+    producer.wait(0)
+    with pytest.MonkeyPatch.context() as patch:
+        only_the_caller_sends(producer, patch)
+        producer.send(1, 2, more=True)
+        assert brokers.firsts() == [0]
+        # The thread may hold the lock for a moment; then the next record takes these along.
+        numbers = itertools.count(3)
+
+        def sends_all() -> bool:
+            producer.send(next(numbers))
+            return len(brokers.firsts()) > 1
+
+        wait_for(sends_all)
+    assert brokers.firsts()[:4] == [0, 1, 2, 3]
+    producer.wait(next(numbers) - 1)
+
+
+def test_what_others_were_to_follow_goes_without_them(producer: Producer, brokers: PlayedBrokers) -> None:
+    producer.send(0)
+    producer.wait(0)
+    producer.send(1, more=True)
+    wait_for(lambda: brokers.firsts() == [0, 1])
 
 
 def test_many_bytes_do_not_wait_for_an_acknowledgement(producer: Producer, brokers: PlayedBrokers) -> None:

@@ -69,8 +69,8 @@ class KafkaProducer:
         self._looked_at_bytes = sent
         return found
 
-    def send(self, record: Record) -> None:
-        """Append one record to the spool.
+    def send(self, record: Record, *, more: bool = False) -> None:
+        """Append one record to the spool. It waits for those that follow at once (``more``), to go with them.
 
         Raises:
             StorageFullError: no room; the record was not taken, the same one may be sent again.
@@ -83,7 +83,7 @@ class KafkaProducer:
             place = self._writer.append_at(record, pairs)
             self._sent[lane] = max(record.headers.last_lane_seq, self._sent.get(lane, NOTHING))
             self._sent_bytes += place.num_bytes
-            self._sender.hand_over(record, pairs, place)
+            self._sender.hand_over(record, pairs, place, more=more)
 
     def _check_size(self, record: Record, pairs: Headers) -> None:
         limit = self._log.max_message_bytes(record.topic)

@@ -50,7 +50,7 @@ _RESCAN_S: Final = 0.05
 _FIRST_BACKOFF_S: Final = 0.05
 _LAST_BACKOFF_S: Final = 2.0
 _MIN_ROOM: Final = 64 << 10
-_BURST_BYTES: Final = 1 << 20
+_BURST_BYTES: Final = 2 << 20
 _LOG: Final = logging.getLogger(__name__)
 
 
@@ -101,6 +101,7 @@ class Sender:
         # Handed over from memory: appended by those who spool (one at a time), taken under the lock.
         self._handed: deque[_Spooled] = deque()
         self._handed_bytes = self._taken_bytes = 0
+        self._more_follow = False
         # What comes next and what is on its way: under the lock.
         self._lock = threading.Lock()
         self._ready: deque[_Spooled] = deque()
@@ -141,18 +142,21 @@ class Sender:
         """Last ``lane_seq`` of a lane that the brokers acknowledged, -1 for none."""
         return self._marks.get(lane, NOTHING)
 
-    def hand_over(self, record: Record, pairs: Headers, place: Appended) -> None:
+    def hand_over(self, record: Record, pairs: Headers, place: Appended, *, more: bool = False) -> None:
         """Tell of a record that was just spooled at ``place``; by one thread at a time, in the spool's order.
 
-        Where nothing is on its way it is sent at once, else with others once something was acknowledged or they are
-        many: a request costs the client more than the bytes in it. Where the brokers are behind, only the spool keeps
-        it.
+        Where nothing is on its way and no ``more`` follow at once it is sent at once, else with others once something
+        was acknowledged or they are many: a request costs the client more than the bytes in it. Where the brokers are
+        behind, only the spool keeps it.
         """
         if self._handed_bytes - self._taken_bytes < self._room:
             start = Place(place.segment, place.offset)
             end = Place(place.segment, place.offset + place.num_bytes)
             self._handed.append(_Spooled(self._current, record, pairs, start, end, place.num_bytes))
             self._handed_bytes += place.num_bytes
+        self._more_follow = more
+        if more and self._handed_bytes - self._taken_bytes < _BURST_BYTES:
+            return
         if not self._lock.acquire(blocking=False):
             self._wake.set()
             return
@@ -258,7 +262,8 @@ class Sender:
 
     def _on_done(self) -> None:
         """A record was decided. The thread is woken where somebody waits for that, or where room is short."""
-        if self._num_waiting or self._ready or self._handed or self._in_flight_bytes * 2 > self._room:
+        gathered = self._handed and not self._more_follow
+        if self._num_waiting or self._ready or gathered or self._in_flight_bytes * 2 > self._room:
             self._wake.set()
 
     def _rescan(self) -> None:
@@ -366,14 +371,29 @@ class Sender:
         return bool(self._ready)
 
     def _send_ready(self, *, at_length: bool) -> None:
-        while self._ready and not self._stop.is_set():
-            first = self._ready[0]
-            if self._in_flight and self._in_flight_bytes + first.num_bytes > self._room:
+        while self._has_room_for_next():
+            if not self._takes_long(self._ready[0]):
+                self._send_together()
+            elif at_length:
+                self._send_next()
+            else:
                 return
-            if not at_length and self._takes_long(first):
-                return
-            self._send(first)
-            self._ready.popleft()
+
+    def _has_room_for_next(self) -> bool:
+        if not self._ready or self._stop.is_set():
+            return False
+        return not self._in_flight or self._in_flight_bytes + self._ready[0].num_bytes <= self._room
+
+    def _send_together(self) -> None:
+        """Send what comes next and does not take long, in as few requests as it can."""
+        assert self._broker is not None
+        with self._broker.together():
+            while self._has_room_for_next() and not self._takes_long(self._ready[0]):
+                self._send_next()
+
+    def _send_next(self) -> None:
+        self._send(self._ready[0])
+        self._ready.popleft()
 
     def _takes_long(self, item: _Spooled) -> bool:
         """Whether others are asked before it can be sent: that is not for the thread that spooled it."""

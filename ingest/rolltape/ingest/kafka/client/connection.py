@@ -60,6 +60,12 @@ class Connection:
     def _created(self, client: VendorClient, manager: VendorManager) -> None:
         self._client, self._manager = client, manager
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """See :meth:`VendorClient.together`."""
+        if self._client is None:
+            raise LogError("expected a connection to send records through, got none yet")
+        return self._client.together()
+
     @property
     def cluster(self) -> Any:
         """What the brokers last said of themselves."""

@@ -100,6 +100,10 @@ class BrokerProducer:
             future.add_both(lambda *_: on_done())
         return _PendingRecord(future, self._connection)
 
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """What is sent meanwhile goes in as few requests as it can; by one thread at a time."""
+        return self._connection.together()
+
     def flush(self, timeout_s: float) -> None:
         """Wait until everything sent is decided. That says nothing of how: look at each :class:`Pending`.
 
