@@ -452,6 +452,25 @@ def test_metrics_of_a_damaged_batch() -> None:
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+def test_numbers_that_are_no_log_probs_are_counted_and_not_averaged() -> None:
+    """Case D9: an engine's stand-in is finite, so nothing but its value gives it away; nor is 0.5 a log-prob."""
+    result, _ = loss_of([-1.0] * 4, [-1.0] * 4, [-1.5, -9999.0, 0.5, -1.0])
+    metrics = policy_metrics(
+        current_logp=f32(-1.0, -1.0, -1.0, -1.0),
+        old_logp=f32(-1.0, -1.0, -1.0, -1.0),
+        rollout_logp=f32(-1.5, -9999.0, 0.5, -1.0),
+        advantage=f32(1.0, 1.0, 1.0, 1.0),
+        entropy=None,
+        gate_weight=result.gate_weights,
+        trusted=result.trusted,
+        verdicts=Verdicts.of(result),
+    )
+    assert metrics["bad_log_prob_tokens"] == 2
+    assert metrics["mismatch_abs_max"] == 0.5
+    assert metrics["mismatch_abs_mean"] == 0.25
+    assert metrics["mismatch_ratio_max"] == pytest.approx(math.exp(0.5))
+
+
 def test_clip_shares_count_tokens_that_lost_their_gradient() -> None:
     ratio = torch.tensor([0.5, 0.5, 0.5, 1.5, 1.5], dtype=torch.float64)
     advantage = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0], dtype=torch.float64)

@@ -24,6 +24,7 @@ from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.config import TrainerConfig
 from rolltape.trainers.learner import Learner, make_optimizer
 from rolltape.trainers.members import pack_members
+from rolltape.trainers.probe import probe
 from rolltape.trainers.step import StepOutcome, train_step
 
 VERSIONS = VersionRules(current=0, newest=0)
@@ -179,6 +180,10 @@ def test_case_d9_sentinels_are_recognised_and_not_averaged(
     outcome, _ = step(batch, sentinels=sentinels, correction="tis", tis_high=1e30)
     assert outcome.trusted[batch.action_mask].tolist() == [False] * bad + [True] * (8 - bad)
     assert math.isfinite(outcome.loss)
+    probed = probe(batch, outcome, beta=2.0)
+    assert probed.num_tokens == 8 - bad
+    assert probed.max_abs_delta is not None
+    assert probed.max_abs_delta < 101.0, "-9999 is no distance between two engines"
 
 
 def test_case_d12_statistics_are_by_group_whatever_members_are_lost(tape: Tape, group: Group) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rolltape.trainers.losses import PolicyLoss
-from rolltape.trainers.safe_math import DIAGNOSTIC_CLAMP, finite_log_ratio
+from rolltape.trainers.safe_math import DIAGNOSTIC_CLAMP, finite_log_ratio, trusted_log_probs
 
 Array = npt.NDArray[np.float64]
 QUANTILES: Final = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -93,7 +93,8 @@ def policy_metrics(
         is_clamp: the gate lowered or raised tokens (TIS) instead of rejecting them; the names say which.
 
     Names: ``mismatch_*`` compare old with rollout (two engines, one version), ``policy_*`` current with old;
-    ``kl_rollout_train_*`` is KL(rollout || old) and ``kl_old_current_*`` is KL(old || current).
+    ``kl_rollout_train_*`` is KL(rollout || old) and ``kl_old_current_*`` is KL(old || current). A recorded number that
+    is no log-prob is counted in ``bad_log_prob_tokens`` and is in none of the means.
     """
     count = trusted.numel()
     num_trusted = int(trusted.sum())
@@ -103,6 +104,8 @@ def policy_metrics(
     finite = finite_log_ratio(old_logp, rollout_logp) & torch.isfinite(current_logp) & torch.isfinite(advantage)
     metrics["trusted_frac"] = num_trusted / count
     metrics["nonfinite_tokens"] = float((~finite).sum())
+    recorded = trusted_log_probs(rollout_logp)
+    metrics["bad_log_prob_tokens"] = float((~recorded).sum())
     metrics["ess"] = effective_sample_size(torch.where(trusted, gate_weight, 0.0))
     if entropy is not None:
         metrics |= _moments("entropy", _finite(entropy), ("mean",))
@@ -110,7 +113,8 @@ def policy_metrics(
     gate = "tis_clip_frac" if is_clamp else "gate_reject_frac"
     names = (f"{gate}_low", f"{gate}_high", "clip_frac_low", "clip_frac_high")
     metrics |= {name: float(hit.double().mean()) for name, hit in zip(names, verdicts, strict=True)}
-    metrics |= _log_ratio_metrics("mismatch", "kl_rollout_train", old_logp - rollout_logp, sampled_by_reference=True)
+    mismatch = (old_logp - rollout_logp)[recorded]
+    metrics |= _log_ratio_metrics("mismatch", "kl_rollout_train", mismatch, sampled_by_reference=True)
     metrics |= _log_ratio_metrics("policy", "kl_old_current", current_logp - old_logp, sampled_by_reference=True)
     return metrics
 

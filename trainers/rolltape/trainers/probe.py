@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from rolltape.trainers.batch import PackedBatch
+from rolltape.trainers.safe_math import trusted_log_probs
 from rolltape.trainers.step import StepOutcome
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MismatchProbe:
-    """What the probe measured over action tokens with finite log-probs on both sides; deltas in nat.
+    """What the probe measured over action tokens with a log-prob on both sides; deltas in nat.
 
     ``control_max_abs_delta`` is the same with the recomputed log-probs moved by one action token: a probe that cannot
     tell that from the truth shows nothing.
@@ -34,7 +35,7 @@ def probe(batch: PackedBatch, outcome: StepOutcome, *, beta: float) -> MismatchP
     """Compare old (recomputed under θ_old) with rollout log-probs of the batch's action tokens."""
     action = batch.action_mask
     sampled, recomputed = batch.rollout_log_probs[action].double(), outcome.old_log_probs[action].double()
-    finite = torch.isfinite(sampled) & torch.isfinite(recomputed)
+    finite = trusted_log_probs(sampled) & torch.isfinite(recomputed)
     delta = (recomputed - sampled)[finite]
     if not delta.numel():
         return MismatchProbe(
