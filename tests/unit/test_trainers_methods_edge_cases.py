@@ -368,6 +368,23 @@ def test_teacher_without_a_number_is_never_clipped_into_one(form: str, teacher: 
     assert torch.autograd.grad(result.loss, logp)[0].tolist() == pytest.approx([-0.25, 0.0])
 
 
+def test_a_stand_in_for_a_teachers_log_prob_is_no_gap() -> None:
+    """Case D9 for teachers: -9999 is what an engine writes for -inf; clipped it would pass for the worst of gaps."""
+    gap = opd_gap(f32(-0.1, -9999.0), f32(-0.2, -0.05), max_gap=5.0)
+    assert gap.nonfinite.tolist() == [False, True]
+    assert gap.clipped.tolist() == [False, False]
+    assert gap.reverse_kl == pytest.approx(-0.1)
+    hidden = torch.zeros(2, 3, dtype=torch.float64)
+    teacher = torch.tensor([[-0.5, -1.0], [-0.5, -9999.0]], dtype=torch.float64)
+    found = top_k_reverse_kl(hidden, torch.eye(3, dtype=torch.float64), torch.tensor([[0, 1], [0, 1]]), teacher)
+    assert found.trusted.tolist() == [True, False]
+    assert found.divergence[1] == 0.0
+    floored = top_k_reverse_kl(
+        hidden, torch.eye(3, dtype=torch.float64), torch.tensor([[0, 1], [0, 1]]), teacher, floor=-20.0
+    )
+    assert floored.trusted.all(), "a floor is said to stand for it"
+
+
 def test_reverse_kl_without_a_number() -> None:
     assert opd_gap(f32(NAN), f32(-1.0)).reverse_kl is None
 

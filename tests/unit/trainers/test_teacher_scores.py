@@ -105,6 +105,17 @@ def test_a_null_or_infinite_score_stays_what_it_is(tape: Tape) -> None:
     assert torch.isneginf(teacher.log_probs[4])
 
 
+def test_what_a_teachers_engine_writes_for_no_log_prob_is_none(tape: Tape) -> None:
+    """Case D9 on the teacher's side: the stand-ins that a run names are none of a teacher's log-probs either."""
+    one_turn(tape, "a")
+    score(tape, "a", "teacher-math", log_probs=[-0.5, -100.0, -9999.0])
+    _, teacher = packed(tape)
+    assert teacher.log_probs[2:].tolist() == [-0.5, -100.0, -9999.0]
+    _, teacher = packed(tape, BatchRules.of(TrainerConfig(algorithm="mopd", sentinels=(-100.0,))))
+    gap = opd_gap(teacher.log_probs[2:], torch.zeros(3), max_gap=5.0)
+    assert gap.nonfinite.tolist() == [False, True, True]
+
+
 def test_the_first_in_the_log_counts_whatever_order_the_rows_are_read_in(tape: Tape) -> None:
     one_turn(tape, "a")
     first = score(tape, "a", "teacher-math", log_probs=[-1.0, -2.0, -3.0])

@@ -17,7 +17,7 @@ from rolltape.trainers.dis import score_policy_loss
 from rolltape.trainers.gates import Gate, PopValue, closed_gate, no_gate
 from rolltape.trainers.losses import Correction, PolicyLoss, check_lengths, entropy_term, icepop_policy_loss
 from rolltape.trainers.reverse_kl import TokenDivergence
-from rolltape.trainers.safe_math import raw_ratio, trusted_log_probs, weighted_sum
+from rolltape.trainers.safe_math import is_stand_in, raw_ratio, trusted_log_probs, weighted_sum
 
 OpdForm = Literal["eq1", "score"]
 
@@ -46,7 +46,8 @@ def opd_gap(teacher_logp: Tensor, student_logp: Tensor, *, max_gap: float | None
     Args:
         teacher_logp: ``[N]``.
         student_logp: ``[N]``: of the current θ (D12's default), or frozen from before the update.
-        max_gap: clip to plus and minus this (MOPD: 5). A teacher's ``-inf`` is not clipped into a number.
+        max_gap: clip to plus and minus this (MOPD: 5). A teacher's ``-inf``, or what an engine writes in its place, is
+            not clipped into a number.
 
     Raises:
         ConfigError: ``max_gap`` is not above 0, or tensors have different lengths.
@@ -56,7 +57,7 @@ def opd_gap(teacher_logp: Tensor, student_logp: Tensor, *, max_gap: float | None
     check_lengths(student_logp, teacher_logp)
     if max_gap is not None and not max_gap > 0.0:
         raise ConfigError(f"max_gap: expected > 0, got {max_gap}")
-    gap = teacher_logp.detach() - student_logp.detach()
+    gap = torch.where(is_stand_in(teacher_logp), torch.nan, teacher_logp.detach() - student_logp.detach())
     finite = torch.isfinite(gap)
     if max_gap is None:
         return Gap(advantage=gap, clipped=torch.zeros_like(finite), nonfinite=~finite)

@@ -18,6 +18,7 @@ from rolltape.schema.fold import Fold
 from rolltape.trainers.batch import PackedBatch, TokenRewards
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.packing import BatchBuilder, RowScore
+from rolltape.trainers.safe_math import is_stand_in
 from rolltape.trainers.score_book import Matched, ScoreBook
 from rolltape.trainers.segments import TrainedSegments, limited_supports, token_reward_rows
 from rolltape.trainers.supports import SegmentSupports
@@ -178,8 +179,10 @@ class MemberPacker:
             ),
             **more,
         )
-        for sentinel in self._rules.sentinels:
-            batch.rollout_log_probs[batch.rollout_log_probs == sentinel] = torch.nan
+        teacher = batch.teacher
+        for values in (batch.rollout_log_probs, *((teacher.log_probs, teacher.top_k_log_probs) if teacher else ())):
+            if values is not None:
+                values[is_stand_in(values, self._rules.sentinels)] = torch.nan
         return batch
 
     def _require_comparable(self, folded: Fold, members: Sequence[Member]) -> None:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rolltape.numerics.top_k import teacher_top_k
 from rolltape.schema.errors import ConfigError, UntrainableError
+from rolltape.trainers.safe_math import is_stand_in
 
 __all__ = ["TeacherBlock", "TokenDivergence", "full_reverse_kl", "teacher_top_k", "top_k_reverse_kl"]
 
@@ -160,5 +161,5 @@ def _floored(log_q: Tensor, floor: float | None) -> tuple[Tensor, Tensor]:
             f"teacher: expected log-probs above -inf, got -inf at {int(torch.isneginf(log_q).any(-1).sum())} tokens "
             "of a block; set a floor, or drop the samples"
         )
-    known = torch.isfinite(log_q).all(-1)
+    known = (torch.isfinite(log_q) & ~is_stand_in(log_q)).all(-1)
     return torch.where(known[:, None], log_q, 0.0), known

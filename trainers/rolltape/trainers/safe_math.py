@@ -21,10 +21,15 @@ _SUM_BLOCK: Final = 4096
 
 def trusted_log_probs(log_probs: Tensor, sentinels: tuple[float, ...] = SENTINELS) -> Tensor:
     """``[N]`` bool: finite, at most 1e-4 (rounding above 0), and no engine's stand-in for "unknown"."""
-    trusted = torch.isfinite(log_probs) & (log_probs <= MAX_LOG_PROB)
+    return torch.isfinite(log_probs) & (log_probs <= MAX_LOG_PROB) & ~is_stand_in(log_probs, sentinels)
+
+
+def is_stand_in(log_probs: Tensor, sentinels: tuple[float, ...] = SENTINELS) -> Tensor:
+    """Bool, in the shape of ``log_probs``: what an engine writes where it has no log-prob."""
+    found = torch.zeros_like(log_probs, dtype=torch.bool)
     for sentinel in sentinels:
-        trusted &= log_probs != sentinel
-    return trusted
+        found |= log_probs == sentinel
+    return found
 
 
 def finite_log_ratio(log_probs: Tensor, reference: Tensor) -> Tensor:
