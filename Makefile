@@ -2,7 +2,7 @@
 #
 #   make demo           a policy learns to sort from random weights; its tape is queried and replayed (3 minutes)
 #   make demo-smollm2   the same loop with a real language model on GSM8K
-#   make test           the whole test suite
+#   make test           the whole test suite, in processes side by side; JOBS=0 runs it in one
 #   make soak           the faults of the Kafka pipeline again and again, each round with seeds of its own
 #   make oracles        fetches the peers (verl, TRL, OpenRLHF) that tests/oracles compares with
 #   make lint           ruff, mypy, pyright, import rules
@@ -25,6 +25,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
 TORCH_INDEX ?=
+# One more than there are cores: much of a test is waiting, for processes to start and brokers to agree.
+JOBS ?= $(shell $(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))')
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -79,7 +81,7 @@ demo-smollm2: $(VENV)/.installed $(VENV)/.model
 	$(BIN)/rolltape demo --model smollm2 $(ARGS)
 
 test: $(VENV)/.installed $(VENV)/.model
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Needs the servers that tests/servers/fixtures.py names. ARGS="--rounds N --seed S".
 soak: $(VENV)/.installed

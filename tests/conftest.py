@@ -262,11 +262,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
+    # A worker of pytest-xdist: files are shared out in this order, and what is counted is told by another process.
+    if hasattr(config, "workeroutput"):
+        items.sort(key=_turn)
+        config.workeroutput["not_run"] = dict(not_run)
+
+
+def _turn(item: pytest.Item) -> int:
+    """The longest first, so that none of them is still to run when the others have ended."""
+    if item.get_closest_marker("crash"):
+        return 0
+    if item.get_closest_marker("faults"):
+        return 1
+    return 2 if "integration" in item.path.parts else 3
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker counted; each collects all tests, so they say the same."""
+    not_run = getattr(node, "workeroutput", {}).get("not_run")
+    if not_run is not None:
+        node.config.stash[_NOT_RUN] = Counter(not_run)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say which suites did not run for want of a server or an outside witness, and how to run them."""
-    # With xdist the tests are collected in other processes, which cannot say how many they left out.
+    _write_faults(terminalreporter)
+    # None: no worker lived to tell its counts.
     counts = config.stash.get(_NOT_RUN, None)
     for name, absence in absences(os.environ).items():
         if counts is None or counts[name]:
@@ -277,3 +299,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             "NOT RUN: Delta Kernel did not read the lakes of these tests. Set ROLLTAPE_DELTA_KERNEL_HOME to a folder "
             "with DeltaRead.java and libs/ (Java 17), then run tests/integration/store/test_store_readers_agree.py"
         )
+
+
+def _write_faults(terminalreporter: pytest.TerminalReporter) -> None:
+    """Each fault of the table, its seed and what came of it."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, ())]
+    played = [
+        value
+        for report in reports
+        if getattr(report, "when", "") == "call"
+        for name, value in report.user_properties
+        if name == "fault"
+    ]
+    if played:
+        from tests.faults.table import Result, lines
+
+        terminalreporter.section("faults over three Kafka brokers")
+        for line in lines(Result(**value) for value in played):
+            terminalreporter.write_line(line)

@@ -7,18 +7,21 @@ many.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.faults.servers import Servers
 from tests.faults.stage import StageError
-from tests.faults.table import ROWS, Result, Row, play_row
+from tests.faults.table import ROWS, Row, play_row
 from tests.servers.apache_kafka import KafkaCluster
 from tests.servers.s3_server import S3Server
 from tests.servers.toxiproxy import Toxiproxy
 
 TABLE = [row for row in ROWS if not row.soak_only]
 SEED = int(os.environ.get("ROLLTAPE_SEED", "1130"))
+
+Record = Callable[[str, object], None]
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -28,33 +31,34 @@ def rows(*needs: str) -> list[pytest.ParameterSet]:
     return [pytest.param(row, id=row.name) for row in TABLE if row.needs == frozenset(needs)]
 
 
-def run(row: Row, servers: Servers, folder: Path, results: list[Result]) -> None:
+def run(row: Row, servers: Servers, folder: Path, record: Record) -> None:
     try:
         result = play_row(row, servers, folder, SEED)
     except StageError as error:
         error.add_note(f"row {row.name}, seed {SEED}")
         raise
-    results.append(result)
+    # The summary prints it, also when another process ran this.
+    record("fault", result.to_json())
     assert result.ok, f"seed {SEED}: " + "\n".join(result.problems)
 
 
 @pytest.mark.parametrize("row", rows())
-def test_fault(row: Row, kafka_cluster3: KafkaCluster, tmp_path: Path, fault_results: list[Result]) -> None:
-    run(row, Servers(cluster=kafka_cluster3), tmp_path, fault_results)
+def test_fault(row: Row, kafka_cluster3: KafkaCluster, tmp_path: Path, record_property: Record) -> None:
+    run(row, Servers(cluster=kafka_cluster3), tmp_path, record_property)
 
 
 @pytest.mark.parametrize("row", rows("toxiproxy"))
 def test_network_fault(
-    row: Row, kafka_cluster3: KafkaCluster, toxiproxy: Toxiproxy, tmp_path: Path, fault_results: list[Result]
+    row: Row, kafka_cluster3: KafkaCluster, toxiproxy: Toxiproxy, tmp_path: Path, record_property: Record
 ) -> None:
-    run(row, Servers(cluster=kafka_cluster3, toxiproxy=toxiproxy), tmp_path, fault_results)
+    run(row, Servers(cluster=kafka_cluster3, toxiproxy=toxiproxy), tmp_path, record_property)
 
 
 @pytest.mark.parametrize("row", rows("s3"))
 def test_object_store_fault(
-    row: Row, kafka_cluster3: KafkaCluster, s3_server: S3Server, tmp_path: Path, fault_results: list[Result]
+    row: Row, kafka_cluster3: KafkaCluster, s3_server: S3Server, tmp_path: Path, record_property: Record
 ) -> None:
-    run(row, Servers(cluster=kafka_cluster3, s3=s3_server), tmp_path, fault_results)
+    run(row, Servers(cluster=kafka_cluster3, s3=s3_server), tmp_path, record_property)
 
 
 @pytest.mark.parametrize("row", rows("s3", "toxiproxy"))
@@ -64,9 +68,9 @@ def test_slow_object_store(
     s3_server: S3Server,
     toxiproxy: Toxiproxy,
     tmp_path: Path,
-    fault_results: list[Result],
+    record_property: Record,
 ) -> None:
-    run(row, Servers(cluster=kafka_cluster3, s3=s3_server, toxiproxy=toxiproxy), tmp_path, fault_results)
+    run(row, Servers(cluster=kafka_cluster3, s3=s3_server, toxiproxy=toxiproxy), tmp_path, record_property)
 
 
 def test_every_row_is_played() -> None:
