@@ -136,6 +136,8 @@ def test_a_group_is_scored_when_its_last_rollout_has_ended(stage: Stage) -> None
     assert {row["teacher_id"] for row in stage.rollouts.scores()} == {"teacher-down"}
     stage.rollouts.act(handed, [2])
     stage.rollouts.wait_for_scores(5)
+    offsets = {row["log_offset"] for row in stage.rollouts.scores() if row["teacher_id"] == "teacher-up"}
+    assert len(offsets) == 1, "in one record: none of them was scored before"
 
 
 def test_rollouts_of_a_group_that_does_not_end_are_scored_alone(stage: Stage) -> None:

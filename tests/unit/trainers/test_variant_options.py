@@ -166,6 +166,17 @@ def test_an_option_that_can_change_nothing_is_refused_by_name(
         variants_of(CONFIGS[recorded], algorithms, changes)
 
 
+def test_what_names_no_algorithm_that_is_tried_is_refused() -> None:
+    for algorithms, changes, what in (
+        ((), {"sao": {"gamma": 0.9}}, r"^sao\.gamma: expected an option of an algorithm that is tried \(grpo\), got"),
+        (("opd",), {"grpo": {"adv_norm": "mean"}}, r"^grpo\.adv_norm: expected .* tried \(opd\), got one of 'grpo'"),
+        (("grpo", "grpo"), {}, "^algorithms: expected each once, got 'grpo' twice"),
+        ((), {"": {"algorithm": "opd"}}, r"^trainer\.algorithm: expected it among the algorithms to try, got 'opd'"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            variants_of(CONFIGS["grpo"], algorithms, changes)
+
+
 def test_a_critic_may_be_updated_in_another_ratio_than_the_runs() -> None:
     """What the run did so far is no part of the variant's count."""
     made = learner(CONFIGS["sao"])
