@@ -6,6 +6,7 @@ D25 and D26 are in ``test_teacher_scores.py``, D28 in ``test_segments.py``.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from tests.conftest import Tape
 
 from rolltape.numerics.models import build_model
 from rolltape.numerics.packed import micro_batches
+from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import UntrainableError
-from rolltape.schema.fold import Fold, fold
+from rolltape.schema.fold import Fold, content_digests_of, fold
+from rolltape.store.lake import Lake
 from rolltape.trainers.advantages import group_advantages
 from rolltape.trainers.assembly import BatchPlan, VersionRules, plan_batch
 from rolltape.trainers.batch import PackedBatch
@@ -282,6 +285,27 @@ def test_case_d15_a_missing_reward_is_not_zero_and_a_late_one_is_an_event(tape: 
     [second] = [row["event_id"] for row in tape.tables()["reward_assigned"].to_pylist()][-1:]
     tape.add("reward_assigned", scalar=0.75, supersedes=[[first, second]], **late)
     assert packed(tape, BatchRules()).rewards.tolist() == [-1.0, -1.0, 0.75, -1.0]
+
+
+def test_case_d15_the_tape_as_of_a_moment_shows_what_was_known_then(tape: Tape, group: Group, tmp_path: Path) -> None:
+    for value in (-1.0, -1.0, -1.0):
+        group.add("g", 4, reward=value)
+    late = group.add("g", 4, state="nobody judged it")
+    version = content_digests_of(fold(tape.tables())).to_pylist()
+    reward: dict[str, Any] = {"trajectory_id": late, "attempt": 0, "group_id": "g", "state": "earned"}
+    tape.add("reward_assigned", scalar=0.5, **reward)
+    lake = Lake.create(tmp_path / "lake")
+    lake.append(tape.tables(), {})
+    offset = max(lake.read("reward_assigned")["log_offset"].to_pylist())
+    found = {}
+    for moment in (offset, offset + 1):
+        as_of = Cursor.parse(f"rollout/0:{moment}")
+        known = lake.sql("SELECT trajectory_id, reward FROM trajectories ORDER BY 1", as_of=as_of).rows()
+        found[moment] = [row["reward"] for row in known]
+    assert found == {offset: [-1.0, -1.0, -1.0, None], offset + 1: [-1.0, -1.0, -1.0, 0.5]}
+    now = content_digests_of(fold(tape.tables())).to_pylist()
+    changed = [one["trajectory_id"] for one, other in zip(now, version, strict=True) if one != other]
+    assert changed == [late], "a batch that was pinned before is another version of the group"
 
 
 def test_case_d16_an_empty_response_trains_nothing_and_counts_in_its_group(tape: Tape, group: Group) -> None:

@@ -280,6 +280,21 @@ def test_the_gap_is_of_the_current_policy_or_of_the_one_before_the_update() -> N
         torch.testing.assert_close(outcome.parts["teacher_gap"][used], expected, atol=1e-6, rtol=0.0)
 
 
+def test_copies_count_in_their_groups_statistics_unless_the_option_says_else() -> None:
+    """D10, through a step."""
+    copied = dataclasses.replace(
+        batch(),
+        rewards=torch.tensor([1.0, 0.0, 0.0, 1.0, 0.25, 0.0], dtype=torch.float64),
+        is_padding=torch.tensor([False, False, True, False, False, False]),
+    )
+    config = dataclasses.replace(CONFIGS["grpo"], adv_norm="mean")
+    padded, _ = step(config, copied)
+    assert padded.member_advantages[:3].tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    valid, _ = step(dataclasses.replace(config, stats="valid_only"), copied)
+    assert valid.member_advantages[:3].tolist() == pytest.approx([0.5, -0.5, -0.5])
+    assert valid.member_advantages[3:].tolist() == padded.member_advantages[3:].tolist()
+
+
 def test_task_and_teacher_are_logged_apart() -> None:
     outcome = whole("opd-task")[0]
     used = outcome.trusted
