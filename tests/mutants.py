@@ -14,6 +14,7 @@ Exits 1 if a mutant survives, if its edit no longer fits the source, or if the u
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -96,10 +97,11 @@ class _FirstFailure:
 
 
 def copy_room(room: str, folder: Path) -> Path:
-    """Copy one room's package under ``folder``; returns the copy. The other rooms are still found where they are."""
-    target = folder / "rolltape" / room
-    shutil.copytree(ROOT / room / "rolltape" / room, target, ignore=shutil.ignore_patterns("__pycache__"))
-    return target
+    """Copy one room's package under ``folder``; returns the copy. The other rooms are still found where they are.
+
+    What is compiled already is copied too: it stays valid, as the copies keep the times of their sources.
+    """
+    return Path(shutil.copytree(ROOT / room / "rolltape" / room, folder / "rolltape" / room))
 
 
 def plant(mutant: Mutant, package: Path) -> str:
@@ -110,6 +112,8 @@ def plant(mutant: Mutant, package: Path) -> str:
     if count != 1:
         return f"its text occurs {count} times in {mutant.module}, expected once; update the mutant"
     path.write_text(source.replace(mutant.before, mutant.after), encoding="utf-8")
+    for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
+        compiled.unlink()
     return ""
 
 
@@ -157,19 +161,25 @@ def judge(folder: Path, tests: tuple[str, ...], timeout_s: float = 120.0) -> Out
 
 def preload() -> None:
     """Import what every run needs once, so that a fork costs nothing; never a room that may be mutated."""
+    import confluent_kafka.admin
     import deltalake
     import duckdb
     import hypothesis
+    import kafka
     import pandas as pd
     import pyarrow.compute
     import pyarrow.fs
     import pytest
     import torch
     import transformers.models.gpt_bigcode.modeling_gpt_bigcode
+    import trustme
 
-    assert all((deltalake, duckdb, hypothesis, pd, pyarrow, pytest, torch, transformers))
+    assert all((confluent_kafka, deltalake, duckdb, hypothesis, kafka, pd))
+    assert all((pyarrow, pytest, torch, transformers, trustme))
     loaded = sorted(name for name in sys.modules if name.startswith("rolltape."))
     assert not loaded, f"imported before they could be mutated: {loaded}"
+    # pytest collects garbage at its end: it need not look through all of this each time.
+    gc.freeze()
 
 
 def check_unedited(mutants: tuple[Mutant, ...]) -> Outcome:
