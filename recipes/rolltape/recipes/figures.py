@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Final
 
 from rolltape.schema.errors import ReplayError
 from rolltape.store.lake import Lake
@@ -35,6 +37,7 @@ _SECONDS = """
     SELECT sum(least(gap, {longest_gap_ms})) / 1e3 FROM gaps WHERE gap IS NOT NULL
 """
 _LONGEST_GAP_MS = 60_000
+CURVE_POINTS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,8 @@ class Figures:
     """From the run's first event to its last, starts of its processes included; silence counts a minute at most."""
     trusted_share: float | None
     """Of all action tokens that were trained on; None: none were."""
+    curve: tuple[float, ...] = ()
+    """Share of exact answers among the rollouts of each ``1/CURVE_POINTS`` of the steps, in order."""
 
     def mean_after(self) -> float:
         """Mean over the domains."""
@@ -91,6 +96,7 @@ def figures_of(lake: Lake, run_id: str) -> Figures:
         num_steps=history.last_step,
         seconds=float(seconds),
         trusted_share=_trusted(history),
+        curve=curve_of([metric_values(row).get("reward_component/exact") for row in history.steps.values()]),
     )
 
 
@@ -107,6 +113,18 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float
         for is_first in (True, False)
     )
     return before, after or before
+
+
+def curve_of(shares: Sequence[float | None]) -> tuple[float, ...]:
+    """Means of ``CURVE_POINTS`` stretches of equal length; fewer where there are fewer steps. None is left out.
+
+    >>> curve_of([0.0, None, 0.5])
+    (0.0, 0.5)
+    """
+    known = [share for share in shares if share is not None]
+    num_points = min(len(known), CURVE_POINTS)
+    ends = [len(known) * point // num_points for point in range(num_points + 1)] if num_points else []
+    return tuple(fmean(known[first:end]) for first, end in pairwise(ends))
 
 
 def _trusted(history: RunHistory) -> float | None:

@@ -11,6 +11,8 @@ from rolltape.recipes.catalogue import Recipe
 from rolltape.recipes.figures import Figures
 from rolltape.recipes.trials import RECIPE, Trial, beats_its_control
 
+_BARS = "▁▂▃▄▅▆▇█"
+
 _HEAD = """# What the recipes learn
 
 This page is made by one command, `make recipes` (`rolltape recipes --write docs/recipes.md`): it trains every recipe,
@@ -21,7 +23,8 @@ figures from the tapes.
 temperature 0: mean over seeds {seeds}, and each seed in brackets. The control is the same run for as many steps, with
 the rewards of each batch (or the teachers' scores) in another order. *seconds* are a whole run's, starts of its
 processes included, on {num_cpus} CPU cores; *trusted* is the share of the trained action tokens that passed the
-method's gate.
+method's gate; *learning* the share of exact answers among the training rollouts, from the first step to the last,
+▁ none to █ all (mean over the seeds).
 """
 
 
@@ -35,7 +38,7 @@ def report(trials: Sequence[Trial], seeds: Sequence[int]) -> str:
     )
     for recipe, found in by_recipe:
         text += f"\n## {recipe.name}\n\n{recipe.method}. {recipe.task}\n\n" + _table(
-            ("run", "domain", "before", "after", "steps", "seconds", "trusted"), _runs(found)
+            ("run", "domain", "before", "after", "learning", "steps", "seconds", "trusted"), _runs(found)
         )
     return text
 
@@ -65,8 +68,14 @@ def _runs(trials: Sequence[Trial]) -> Iterable[tuple[str, ...]]:
                 domain,
                 _seeds([figures.before[domain] for figures in found]),
                 _seeds([figures.after[domain] for figures in found]),
-                *(_costs(found) if number == 0 else ("", "", "")),
+                *((_bars([figures.curve for figures in found]), *_costs(found)) if number == 0 else ("", "", "", "")),
             )
+
+
+def _bars(curves: Sequence[Sequence[float]]) -> str:
+    """Mean of the curves, a bar a point."""
+    means = (fmean(values) for values in zip(*curves, strict=False))
+    return "".join(_BARS[min(int(mean * len(_BARS)), len(_BARS) - 1)] for mean in means)
 
 
 def _costs(found: Sequence[Figures]) -> tuple[str, str, str]:

@@ -11,7 +11,7 @@ from rolltape.recipes import catalogue, two_teachers_opd
 from rolltape.recipes.catalogue import RECIPES, Recipe, control_of, recipes_of, shortened
 from rolltape.recipes.commands import recipes as command
 from rolltape.recipes.config import InitialSection, RunConfig
-from rolltape.recipes.figures import Figures, before_and_after
+from rolltape.recipes.figures import CURVE_POINTS, Figures, before_and_after, curve_of
 from rolltape.recipes.report import report
 from rolltape.recipes.runs import trainer_job
 from rolltape.recipes.trials import CONTROLS, RECIPE, Trial, beats_its_control
@@ -32,6 +32,7 @@ def figures(seed: int, after: float | Mapping[str, float]) -> Figures:
         num_steps=100 + seed,
         seconds=60.0 + seed,
         trusted_share=0.5,
+        curve=(0.0, 0.49 + 0.02 * seed, 1.0),
     )
 
 
@@ -62,6 +63,13 @@ def test_a_run_that_published_nothing_but_its_first_weights_ends_as_it_began() -
     last = {"domain": "sorting", "is_first": False, "num_answers": 4, "num_right": 3}
     assert before_and_after([first]) == ({"sorting": 0.25}, {"sorting": 0.25})
     assert before_and_after([last, first]) == ({"sorting": 0.25}, {"sorting": 0.75})
+
+
+def test_a_learning_curve_is_means_of_equal_stretches() -> None:
+    steps = [float(step // 10) for step in range(10 * CURVE_POINTS)]
+    assert curve_of(steps) == tuple(float(point) for point in range(CURVE_POINTS))
+    assert curve_of([None, 0.5, 0.25, None]) == (0.5, 0.25)
+    assert curve_of([None]) == curve_of([]) == ()
 
 
 def test_the_catalogue_has_every_method() -> None:
@@ -144,8 +152,8 @@ def test_the_report_has_a_line_for_each_recipe_and_each_run_with_every_seed() ->
     )
     assert next(line for line in lines if line.startswith("| [sort_digits_sao]")).endswith("| **no** |")
     assert next(line for line in lines if line.startswith("| [two_teachers_opd]")).endswith("| on every seed |")
-    assert "| the recipe | sorting | 0.00 (0.00, 0.00) | 1.00 (1.00, 1.00) | 100 | 60 | 0.5000 |" in lines
-    assert "|  | sorting_descending | 0.00 (0.00, 0.00) | 0.50 (0.50, 0.50) |  |  |  |" in lines
+    assert "| the recipe | sorting | 0.00 (0.00, 0.00) | 1.00 (1.00, 1.00) | ▁▅█ | 100 | 60 | 0.5000 |" in lines
+    assert "|  | sorting_descending | 0.00 (0.00, 0.00) | 0.50 (0.50, 0.50) |  |  |  |  |" in lines
 
 
 def test_recipes_are_chosen_by_name_in_the_catalogues_order() -> None:
