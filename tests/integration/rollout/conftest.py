@@ -14,7 +14,9 @@ from rolltape.ingest.log import EventLog
 from rolltape.ingest.recorder import Recorder
 from rolltape.numerics.models import build_model
 from rolltape.numerics.weights import named_weights, save_shards
+from rolltape.rollout.tape import read_to
 from rolltape.schema.cursor import Cursor
+from rolltape.schema.kinds import TOPICS
 from rolltape.store.location import Location
 
 POLICY = "actor"
@@ -25,6 +27,7 @@ class TapeReader:
     """Everything that a log holds, by kind."""
 
     def __init__(self, log: EventLog) -> None:
+        self._log = log
         self._reader = log.reader(Cursor())
         self._tables: dict[str, list[pa.Table]] = {}
 
@@ -33,9 +36,11 @@ class TapeReader:
         return self._reader.cursor
 
     def refresh(self) -> None:
-        while deliveries := self._reader.poll(0.0):
-            for delivery in deliveries:
-                self._tables.setdefault(delivery.kind, []).append(delivery.table)
+        """Take in all that is logged now; an empty poll may come of a broker that is slow."""
+        read_to(self._reader, self._log.end(), TOPICS, self._keep)
+
+    def _keep(self, kind: str, table: pa.Table) -> None:
+        self._tables.setdefault(kind, []).append(table)
 
     def table(self, kind: str) -> pa.Table | None:
         self.refresh()
