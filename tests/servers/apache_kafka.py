@@ -63,6 +63,8 @@ class KafkaCluster:
         proxied: adds a listener that is reached through proxies only: :meth:`proxies` makes them, clients take
             :attr:`proxied_bootstrap`.
         heap_mib: memory of each node's Java heap.
+        optimise: let Java compile with its optimising compiler. Without it a node starts, and serves what tests ask of it,
+            for half the processor time; what is measured needs it.
     """
 
     name = "Apache Kafka"
@@ -77,6 +79,7 @@ class KafkaCluster:
         secure: Secure | None = None,
         proxied: bool = False,
         heap_mib: int = 512,
+        optimise: bool = True,
     ) -> None:
         """Nothing runs before the context is entered, or :meth:`start_all`."""
         self._jars = str(Path(home) / "libs" / "*")
@@ -91,6 +94,7 @@ class KafkaCluster:
         self._secure = secure
         self._proxied = proxied
         self._heap_mib = heap_mib
+        self._optimise = optimise
         self.nodes: Mapping[int, _Node] = {number: self._node(number) for number in range(1, nodes + 1)}
 
     @property
@@ -163,8 +167,7 @@ class KafkaCluster:
         Raises:
             ServerError: it failed; with what it said.
         """
-        # Short runs gain nothing from the optimising compiler.
-        command = [*self._java_command(128), "-XX:TieredStopAtLevel=1", "-cp", self._jars, main_class, *arguments]
+        command = [*self._java_command(128, optimise=False), "-cp", self._jars, main_class, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         if done.returncode:
             raise ServerError(f"{main_class} {arguments} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -188,7 +191,8 @@ class KafkaCluster:
     def _node(self, number: int) -> _Node:
         folder = self._folder / f"node{number}"
         settings_file = folder / "server.properties"
-        command = [*self._java_command(self._heap_mib), "-cp", self._jars, "kafka.Kafka", str(settings_file)]
+        java = self._java_command(self._heap_mib, optimise=self._optimise)
+        command = [*java, "-cp", self._jars, "kafka.Kafka", str(settings_file)]
         return _Node(
             process=ServerProcess(f"{self.name} node {number}", command, folder / "broker.out"),
             settings_file=settings_file,
@@ -199,9 +203,10 @@ class KafkaCluster:
             proxy_port=free_port(),
         )
 
-    def _java_command(self, heap_mib: int) -> list[str]:
+    def _java_command(self, heap_mib: int, *, optimise: bool) -> list[str]:
         log = ("defaultLogLevel=warn", "showDateTime=true", "dateTimeFormat=HH:mm:ss.SSS")
         options = [f"-Dorg.slf4j.simpleLogger.{setting}" for setting in log]
+        options += [] if optimise else ["-XX:TieredStopAtLevel=1"]
         return [self._java, f"-Xmx{heap_mib}m", "-XX:+UseSerialGC", *options]
 
     def _settings(self, number: int) -> dict[str, Any]:
@@ -276,7 +281,7 @@ class KafkaCluster:
             node.settings_file.parent.mkdir(parents=True, exist_ok=True)
             text = "".join(f"{name}={value}\n" for name, value in self._settings(number).items())
             node.settings_file.write_text(text)
-            command = [*self._java_command(128), "-XX:TieredStopAtLevel=1", "-cp", self._jars]
+            command = [*self._java_command(128, optimise=False), "-cp", self._jars]
             # Glued to its name: an id may begin with a dash.
             command += ["kafka.tools.StorageTool", "format", f"--cluster-id={cluster_id}"]
             command += ["--config", str(node.settings_file), *scram]

@@ -131,7 +131,8 @@ def apache_kafka(tmp_path_factory: pytest.TempPathFactory, certificates: Certifi
     """One node of real Kafka that the tests may strike: plain, secured (``SCRAM_USERS``) and proxied listeners."""
     home = os.environ["ROLLTAPE_KAFKA_HOME"]
     secure = Secure(certificates=certificates, users=SCRAM_USERS)
-    with KafkaCluster(home, tmp_path_factory.mktemp("kafka"), 1, QUICK, secure=secure, proxied=True) as cluster:
+    folder = tmp_path_factory.mktemp("kafka")
+    with KafkaCluster(home, folder, 1, QUICK, secure=secure, proxied=True, optimise=False) as cluster:
         yield cluster
 
 
@@ -139,7 +140,7 @@ def apache_kafka(tmp_path_factory: pytest.TempPathFactory, certificates: Certifi
 def kafka_cluster3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
     """Three nodes of real Kafka, plain and proxied listeners. Leave all of them running."""
     home = os.environ["ROLLTAPE_KAFKA_HOME"]
-    with KafkaCluster(home, tmp_path_factory.mktemp("kafka3"), 3, QUICK, proxied=True) as cluster:
+    with KafkaCluster(home, tmp_path_factory.mktemp("kafka3"), 3, QUICK, proxied=True, optimise=False) as cluster:
         yield cluster
 
 
