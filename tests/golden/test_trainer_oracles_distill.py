@@ -88,7 +88,8 @@ def test_gap_of_old_and_of_current_student() -> None:
 
 def test_mixed_with_a_task() -> None:
     gap = opd_gap(f64(-0.5, -0.4, -2.0), f64(-0.3, -1.0, -2.2)).advantage
-    task = torch.full((3,), 0.8, dtype=torch.float64)
+    task = torch.full((3,), 0.8, dtype=torch.float64, requires_grad=True)
+    assert not mixed_advantage(task, gap, task_coef=1.0, opd_coef=0.5).requires_grad, "an advantage is a constant"
     assert mixed_advantage(task, gap, task_coef=1.0, opd_coef=0.5).tolist() == pytest.approx((0.7, 1.1, 0.9), abs=1e-6)
     assert mixed_advantage(task, gap, task_coef=2.0, opd_coef=1.0).tolist() == pytest.approx((1.4, 2.2, 1.8), abs=1e-6)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,9 @@ from rolltape.schema.errors import DigestMismatchError, UntrainableError
 from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.config import TrainerConfig
+from rolltape.trainers.forming import open_batch
+from rolltape.trainers.history import RunHistory
+from rolltape.trainers.members import Dropped
 
 MOPD = BatchRules.of(TrainerConfig(algorithm="mopd"))
 SAO = BatchRules.of(TrainerConfig(algorithm="sao", epsilon_low=0.3, epsilon_high=5.0))
@@ -59,6 +63,18 @@ class HalfValid(Recorded):
             return super()._rollout(name, member)
         finally:
             self.version = 0
+
+
+def test_an_open_batch_is_taken_up_with_those_that_it_dropped(tape: Tape, tmp_path: Path) -> None:
+    """A trainer that died between batch and step logs the same of the step as one that did not."""
+    recorded = HalfValid(tape, tmp_path)
+    recorded.pin(SAO)
+    assert recorded.read(SAO).dropped == (Dropped(trajectory_id="b", attempt=0, group_id="g", reason="future_version"),)
+    lake, trainer = recorded.lake(), TrainerConfig(algorithm="sao", epsilon_low=0.3, epsilon_high=5.0)
+    job: Any = SimpleNamespace(run_id="run", trainer=trainer)
+    found = open_batch(lake, RunHistory.read(lake, "run"), job, 1)
+    assert found is not None
+    assert found.plan.dropped_by_reason == {"future_version": 1}
 
 
 @pytest.mark.parametrize("rules", [SAO, COMPACTION, MOPD])

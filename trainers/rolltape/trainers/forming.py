@@ -41,7 +41,7 @@ def open_batch(lake: Lake, history: RunHistory, job: TrainerJob, step: int) -> F
     pinned = read_pinned(lake, job.run_id, row["batch_id"], BatchRules.of(job.trainer))
     return FormedBatch(
         batch_id=pinned.batch_id,
-        plan=BatchPlan(members=pinned.members, dropped=()),
+        plan=BatchPlan(members=pinned.members, dropped=pinned.dropped),
         packed=pinned.packed,
         digest=pinned.digest,
         newest_version=row["staleness_version"],

@@ -20,6 +20,7 @@ from rolltape.trainers.batch import PackedBatch
 from rolltape.trainers.batch_rules import BatchRules
 from rolltape.trainers.members import (
     GRPO_RULES,
+    Dropped,
     Member,
     MemberPacker,
     fold_index,
@@ -133,6 +134,7 @@ class PinnedBatch:
     batch_id: str
     step: int
     members: tuple[Member, ...]  # that are packed
+    dropped: tuple[Dropped, ...]
     packed: PackedBatch
     digest: str
     rewards: pa.Table
@@ -185,6 +187,7 @@ def read_pinned(lake: Lake, run_id: str, batch_id: str, rules: BatchRules = GRPO
         batch_id=batch_id,
         step=pc.struct_field(row, "step")[0].as_py(),
         members=_trained(members, rules),
+        dropped=tuple(Dropped(**one) for one in pc.list_flatten(pc.struct_field(row, "dropped")).to_pylist()),
         packed=packer.finish(),
         digest=batch_digest(contents),
         rewards=pa.concat_tables(reward_tables) if reward_tables else arrow_schema("reward_assigned").empty_table(),
