@@ -144,8 +144,20 @@ def test_only_a_clip_is_logged_as_one(name: str) -> None:
 
 def test_advantages_of_members_are_logged_where_there_are_groups() -> None:
     assert metrics("grpo")["advantage_std"] > 0
-    assert not {"advantage_mean", "advantage_std", "advantage_max"} & metrics("sao").keys()
+    assert not {"advantage_mean", "advantage_std", "advantage_max", "zero_std_groups"} & metrics("sao").keys()
     assert metrics("sao")["token_advantage_std"] > 0
+
+
+def test_groups_without_spread_are_counted() -> None:
+    """Case D13: those that are kept show in the log; rounding alone is no spread."""
+    equal = dataclasses.replace(
+        batch(), rewards=torch.tensor([0.1 + 0.2, 0.3, 0.3, 1.0, 0.25, 0.0], dtype=torch.float64)
+    )
+    outcome = train_step(learner(CONFIGS["grpo"]), equal, CONFIGS["grpo"], step=1, temperature=TEMPERATURE)
+    plan = BatchPlan(members=MEMBERS, dropped=())
+    logged = step_metrics(equal, plan, outcome, CONFIGS["grpo"], newest_version=0, component_metrics={})
+    assert (logged["zero_std_groups"], logged["num_groups"]) == (1.0, 2.0)
+    assert metrics("grpo")["zero_std_groups"] == 0.0
 
 
 def test_padding_and_lost_groups_are_logged() -> None:

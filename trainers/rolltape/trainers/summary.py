@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 
+from rolltape.trainers.advantages import group_statistics
 from rolltape.trainers.algorithms.rollouts import known_rewards
 from rolltape.trainers.assembly import BatchPlan
 from rolltape.trainers.batch import PackedBatch
@@ -54,7 +55,7 @@ def step_metrics(
     metrics["skip_step"] = float(outcome.skipped)
     metrics["actor_steps"] = float(outcome.actor_updates)
     metrics |= _reward_metrics(batch)
-    metrics |= _advantage_metrics(outcome) if config.uses_groups else {}
+    metrics |= _advantage_metrics(batch, outcome) if config.uses_groups else {}
     metrics |= _version_metrics(batch, newest_version, updates_at)
     metrics |= method_metrics(batch, outcome, config)
     return {**metrics, **_group_metrics(batch, plan, action), **component_metrics}
@@ -82,27 +83,22 @@ def _reward_metrics(batch: PackedBatch) -> dict[str, float]:
     if not has_reward.any():
         return {"num_members": float(len(rewards))}
     rewards = rewards[has_reward]
-    groups = np.unique(batch.groups.numpy()[has_reward], return_inverse=True)[1]
-    count = int(groups.max()) + 1
-    high, low = np.full(count, -np.inf), np.full(count, np.inf)
-    np.maximum.at(high, groups, rewards)
-    np.minimum.at(low, groups, rewards)
-    scale = np.maximum(1.0, np.abs(np.bincount(groups, rewards) / np.bincount(groups)))
     return {
         "num_members": float(batch.num_members),
-        "num_groups": float(count),
-        "zero_std_groups": float((high - low <= 1e-6 * scale).sum()),
+        "num_groups": float(len(np.unique(batch.groups.numpy()[has_reward]))),
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
     }
 
 
-def _advantage_metrics(outcome: StepOutcome) -> dict[str, float]:
+def _advantage_metrics(batch: PackedBatch, outcome: StepOutcome) -> dict[str, float]:
     """Of members within their groups; those of tokens are logged whatever the method."""
     advantages = outcome.member_advantages
     if not advantages.numel():
         return {}
+    statistics = group_statistics(batch.rewards, batch.groups)
     return {
+        "zero_std_groups": float((statistics.zero_std & (statistics.count > 0)).sum()),
         "advantage_mean": float(advantages.mean()),
         "advantage_std": float(advantages.std(correction=0)),
         "advantage_max": float(advantages.max()),
