@@ -234,11 +234,14 @@ def feed() -> Feed:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def _own_state(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the spools and cached files of lakes in object stores out of the user's folders."""
+    # Workers of pytest-xdist share what is cached, as processes of a user do: a model is converted once.
+    of_this = tmp_path_factory.getbasetemp()
+    of_all = of_this.parent if hasattr(request.config, "workerinput") else of_this
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(of_all / "cache"))
         yield
 
 

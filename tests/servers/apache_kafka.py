@@ -63,8 +63,8 @@ class KafkaCluster:
         proxied: adds a listener that is reached through proxies only: :meth:`proxies` makes them, clients take
             :attr:`proxied_bootstrap`.
         heap_mib: memory of each node's Java heap.
-        optimise: let Java compile with its optimising compiler. Without it a node starts, and serves what tests ask of it,
-            for half the processor time; what is measured needs it.
+        optimise: let Java compile with its optimising compiler. Without it a node starts and serves tests for half the
+            processor time; what is measured needs it.
     """
 
     name = "Apache Kafka"
