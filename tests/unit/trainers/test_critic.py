@@ -110,6 +110,10 @@ def test_modules_to_train_or_to_freeze_have_to_exist() -> None:
     for name in ("train_critic", "freeze_critic"):
         with pytest.raises(ConfigError, match=rf"{name}: expected parts of .*attn.*, got 'attention'"):
             make_critic(build_model("char-64x2", 1), changed(**{name: ("attention",)}))
+    with pytest.raises(
+        ConfigError, match=r"train_critic, .*freeze_critic: expected a module of the critic that learns"
+    ):
+        make_critic(build_model("char-64x2", 1), changed(train_critic=("mlp",), freeze_critic=("attn", "mlp")))
     model = make_critic(build_model("char-64x2", 1), changed(train_critic=(), freeze_critic=())).model
     assert all(p.requires_grad for p in model.parameters())
     freeze(model, ("mlp", "head"))

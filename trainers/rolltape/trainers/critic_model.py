@@ -106,13 +106,18 @@ def make_critic_model(model: nn.Module, config: TrainerConfig) -> CriticModel:
     """The critic's model over the backbone of ``model``, what is to be frozen frozen.
 
     Raises:
-        ConfigError: a part of ``train_critic`` or ``freeze_critic`` is in no module's name.
+        ConfigError: a part of ``train_critic`` or ``freeze_critic`` is in no module's name, or nothing is left to learn.
     """
     parts = model_parts(model)
     critic = CriticModel(parts.backbone, parts.output_weight.shape[1])
     if config.train_critic:
         train_only(critic, config.train_critic)
     freeze(critic, config.freeze_critic)
+    if not any(parameter.requires_grad for parameter in critic.parameters()):
+        raise ConfigError(
+            "trainer.train_critic, trainer.freeze_critic: expected a module of the critic that learns, got none of "
+            f"{', '.join(config.train_critic)} left without {', '.join(config.freeze_critic)}"
+        )
     if config.gradient_checkpointing:
         recompute_backbone(parts.backbone, dtype=compute_dtype(config))
     critic.train()
