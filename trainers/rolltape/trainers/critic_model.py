@@ -106,7 +106,7 @@ def make_critic_model(model: nn.Module, config: TrainerConfig) -> CriticModel:
     """The critic's model over the backbone of ``model``, what is to be frozen frozen.
 
     Raises:
-        ConfigError: a part of ``train_critic`` or ``freeze_critic`` is in no module's name, or nothing is left to learn.
+        ConfigError: a part of ``train_critic`` or ``freeze_critic`` is in no module's name, or nothing learns.
     """
     parts = model_parts(model)
     critic = CriticModel(parts.backbone, parts.output_weight.shape[1])
