@@ -50,7 +50,7 @@ _RESCAN_S: Final = 0.05
 _FIRST_BACKOFF_S: Final = 0.05
 _LAST_BACKOFF_S: Final = 2.0
 _MIN_ROOM: Final = 64 << 10
-_BURST_BYTES: Final = 2 << 20
+_BURST_BYTES: Final = 4 << 20
 _LOG: Final = logging.getLogger(__name__)
 
 
