@@ -120,7 +120,11 @@ def plant(mutant: Mutant, package: Path) -> str:
 def _run_tests(folder: str, tests: tuple[str, ...], connection: Connection) -> None:
     """In a forked process: run the tests against the copy and send the failures back."""
     import pytest
+    from hypothesis import Phase, settings
 
+    # That an example fails is enough: it is made no smaller, and not kept for runs of the true source.
+    settings.register_profile("mutants", phases=(Phase.explicit, Phase.generate), database=None)
+    settings.load_profile("mutants")
     # The copy first; the root, because tests name each other from there.
     sys.path[:0] = [folder, str(ROOT)]
     sys.dont_write_bytecode = True
