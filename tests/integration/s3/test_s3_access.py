@@ -119,9 +119,13 @@ def test_a_command_of_a_profile_may_give_the_key_and_may_fail(
         Lake.open(lake.location.url)
 
 
-def test_a_secret_is_stored_nowhere(s3_environment: Bucket, s3_server: S3Server, feed: Any) -> None:
+def test_a_secret_is_stored_nowhere(
+    s3_environment: Bucket, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     from rolltape.ingest import Recorder, open_log
 
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     lake = Lake.create(f"{s3_environment.url}/lake")
     with open_log(lake.location.url) as log, Recorder(log, producer_id="p", run_id="run") as recorder:
         recorder.record("alarm_raised", alarm="entropy_collapse")
@@ -132,7 +136,7 @@ def test_a_secret_is_stored_nowhere(s3_environment: Bucket, s3_server: S3Server,
     folders = [
         s3_server.objects / s3_environment.url.removeprefix("s3://"),
         lake.spool_path,
-        pathlib.Path(os.environ["XDG_CACHE_HOME"]),
+        cache,
     ]
     written = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert len(written) > 4
