@@ -160,6 +160,20 @@ def test_a_rollover_holds_the_trainer_back_until_a_version_serves() -> None:
     assert engines.committed() == [1, 3]
 
 
+def test_an_aborted_version_is_taken_off_the_live_line() -> None:
+    """D29: what it sampled is refused by name where batches are formed, also of one that was skipped long ago."""
+    engines = Engines("a")
+    live = {(1, 0), (1, 1), (1, 2)}
+    rollover = Rollover(engines.coordinator, version(0), max_waiting=2, live_versions=live)
+    rollover.published(version(1))
+    rollover.published(version(2))
+    engines.stage("a", 2)
+    engines.engines.record("weights_aborted", policy_id="actor", policy_run_epoch=1, version=1, reason="digest")
+    rollover.settle()
+    assert engines.committed() == [2]
+    assert live == {(1, 0), (1, 2)}
+
+
 def test_bringing_a_version_into_effect_leaves_silent_engines_behind() -> None:
     engines = Engines("a", "b")
     engines.stage("a", 1)

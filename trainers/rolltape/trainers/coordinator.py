@@ -184,9 +184,17 @@ class Rollover:
     for the next. At most ``max_waiting`` are published beyond the newest that serves.
     """
 
-    def __init__(self, coordinator: Coordinator, serving: PolicyVersion, max_waiting: int = 1) -> None:
-        """``serving`` is in effect now."""
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        serving: PolicyVersion,
+        max_waiting: int = 1,
+        *,
+        live_versions: set[tuple[int, int]] | None = None,
+    ) -> None:
+        """``serving`` is in effect now; aborted versions are taken out of ``live_versions`` (run epoch, version)."""
         self.serving = serving
+        self._live_versions = set() if live_versions is None else live_versions
         self._coordinator = coordinator
         self._max_waiting = max_waiting
         self._waiting: list[PolicyVersion] = []  # newest first
@@ -206,6 +214,8 @@ class Rollover:
     def settle(self) -> None:
         """Commit the newest version that every engine has staged, if there is one; never waits."""
         self._coordinator.poll(0.0)
+        # What was sampled by one of them is refused from now on (D29), however it came to be sampled.
+        self._live_versions -= self._coordinator.state.aborted
         found = self._coordinator.try_commit(*self._waiting)
         if found is not None:
             self._serves(found)

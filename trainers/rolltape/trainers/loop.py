@@ -146,7 +146,8 @@ class Trainer:
         self.resets.begin(history, served)
         self._catch_up_on_alarms(history)
         if self.job.max_lead_steps:
-            self.rollover = Rollover(self.coordinator, served)
+            self.rollover = Rollover(self.coordinator, served, live_versions=self.live_versions)
+            self.rollover.settle()
         source = open_source(self.lake, self.log, self.job, history, self.rollover, self.live_versions)
         try:
             while not finished and self.progress.step < self.config.max_steps:
