@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
+
+import pyarrow as pa
 
 from rolltape.ingest.lanes import NOTHING, Lane
 from rolltape.schema.codec import Record
@@ -48,6 +50,12 @@ class _Waiting:
     beyond_offset: int | None = None
 
 
+def _alone(offered: Offered) -> Offered:
+    """The record with a value of its own: the one that came may be a slice of something much larger."""
+    value = pa.py_buffer(memoryview(offered.record.value).tobytes())
+    return offered._replace(record=replace(offered.record, value=value))
+
+
 class Parking:
     """Waiting records of all lanes. ``num_bytes`` are kept; ``max_bytes`` bounds them."""
 
@@ -68,7 +76,7 @@ class Parking:
             waiting.beyond_offset = offset if waiting.beyond_offset is None else min(offset, waiting.beyond_offset)
             return
         heapq.heappush(waiting.numbers, first)
-        waiting.kept[first] = None if offset is None else offered
+        waiting.kept[first] = None if offset is None else _alone(offered)
         self.num_bytes += 0 if offset is None else num_bytes
 
     def holds(self, lane: Lane, first: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -235,3 +236,16 @@ def test_a_log_without_a_lake_begins_where_its_retention_left_it() -> None:
     assert archive.offer(record(9), offset=101) is Outcome.PARKED
     archive.commit()
     assert offsets(target) == {"p-7": 100}
+
+
+def test_what_is_parked_holds_nothing_but_its_own_bytes() -> None:
+    target = MemoryTarget()
+    archive = archive_to(target)
+    late = record(1)
+    fetched = bytearray(memoryview(late.value))
+    assert archive.offer(replace(late, value=pa.py_buffer(memoryview(fetched))), offset=0) is Outcome.PARKED
+    # A buffer that somebody still looks at cannot be emptied.
+    fetched.clear()
+    archive.offer(record(0), offset=1)
+    archive.commit()
+    assert offsets(target) == {"p-0": 1, "p-1": 1}

@@ -116,6 +116,41 @@ def test_what_is_sent_together_wakes_the_vendors_thread_once(
     assert [one.error() for one in pending] == [None] * 4
 
 
+def test_long_values_are_read_where_they_lie(client: KafkaClient, consumer: BrokerConsumer) -> None:
+    values = [bytes([number]) * size for number, size in enumerate((300_000, 1_000, 400_000, 250_000))]
+    send(client, *values)
+    consumer.assign([ONE])
+    consumer.seek(ONE, 0)
+    found = [message.value for message in read(consumer, 4)]
+    assert found == values
+    assert [isinstance(value, memoryview) for value in found] == [True, False, True, False]
+
+
+def test_requests_wait_for_much_only_where_much_is_expected(
+    client: KafkaClient, consumer: BrokerConsumer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = consumer._consumer._manager
+    sending, asked = manager.send, []
+
+    def noting(request: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append(getattr(request, "min_bytes", None))
+        return sending(request, *arguments, **options)
+
+    monkeypatch.setattr(manager, "send", noting)
+    consumer.assign([ONE])
+    consumer.seek(ONE, 0)
+    for much in (False, True, False):
+        send(client, b"a")
+        consumer.gather(much=much)
+        assert len(read(consumer, 1)) == 1
+        # What is asked for next, is asked for like this one.
+        consumer.poll(0.0)
+    least = [number for number in asked if number is not None]
+    assert least[0] == 1
+    assert {1, 4 << 20} == set(least)
+    assert least[-1] == 1
+
+
 def test_a_position_outside_the_log_is_an_error_that_names_it(client: KafkaClient, consumer: BrokerConsumer) -> None:
     send(client, b"a")
     consumer.assign([ONE])
@@ -325,6 +360,21 @@ def test_much_is_received_in_few_pieces() -> None:
     theirs.close()
     ours.close()
     assert found == content
+
+
+def test_what_tls_has_decrypted_beyond_the_buffer_is_received_too() -> None:
+    waiting = [b"abc", b"de"]
+
+    def recv_into(buffer: memoryview) -> int:
+        buffer[:] = bytes(len(buffer))
+        return len(buffer)
+
+    ours = SimpleNamespace(
+        recv_into=recv_into, pending=lambda: sum(map(len, waiting)), recv=lambda _: waiting.pop(0) if waiting else b""
+    )
+    data, error = receiver(SimpleNamespace(_sock=ours), lambda: (b"", None))()
+    assert error is None
+    assert bytes(data).lstrip(b"\0") == b"abcde"
 
 
 @pytest.mark.parametrize("codec", [DefaultRecordBatch.CODEC_NONE, DefaultRecordBatch.CODEC_GZIP])

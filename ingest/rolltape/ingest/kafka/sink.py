@@ -14,13 +14,12 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Final, Self
 
-import pyarrow as pa
-
 from rolltape.ingest.archive import Archive
 from rolltape.ingest.kafka.blobs import BlobStore
 from rolltape.ingest.kafka.client import BrokerConsumer, KafkaClient, Message, connect
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.feed import feed
+from rolltape.ingest.kafka.footprint import give_back
 from rolltape.ingest.kafka.gap_alarms import GapAlarms
 from rolltape.ingest.kafka.metrics import SinkMetrics
 from rolltape.ingest.kafka.positions import check_topics, identify, log_bases
@@ -165,8 +164,11 @@ class Sink:
         return self.num_commits > before
 
     def _poll(self, timeout_s: float | None) -> dict[Partition, list[Message]]:
-        wait_s = min(self.options.linger_s, _POLL_S) if timeout_s is None else timeout_s
-        polled = self._consumer.poll(wait_s, _POLL_RECORDS)
+        if timeout_s is None:
+            timeout_s = _POLL_S if self._first_staged_s is None else min(self.options.linger_s, _POLL_S)
+        polled = self._consumer.poll(timeout_s, _POLL_RECORDS)
+        # Where something came, more comes: it costs less together. What comes alone is not kept waiting.
+        self._consumer.gather(much=bool(polled))
         if self._is_stale:
             # Partitions came or went during the poll. What is staged may still be ours to commit: the lake decides.
             self._consumer.pause(self._consumer.assignment())
@@ -219,7 +221,7 @@ class Sink:
         }
         for act, number in acts.items():
             self.metrics.maintain(act, number)
-        pa.default_memory_pool().release_unused()
+        give_back()
 
     def _take(self, partition: Partition, messages: list[Message]) -> None:
         self._last_record_s = time.monotonic()

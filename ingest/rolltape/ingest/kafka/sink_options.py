@@ -27,7 +27,7 @@ class SinkOptions:
 
     linger_s: float = 0.05
     max_linger_s: float = 1.0
-    max_commit_bytes: int = 16 << 20
+    max_commit_bytes: int = 32 << 20
     max_parked_bytes: int = MAX_PARKED_BYTES
     retry_s: float = 0.25
     max_retry_s: float = 5.0

@@ -17,6 +17,9 @@ from rolltape.schema.errors import OffsetGoneError, TopicError
 
 _MAX_FETCH_BYTES: Final = 8 << 20
 _MAX_PARTITION_FETCH_BYTES: Final = 2 << 20
+_GATHERED_BYTES: Final = 4 << 20
+_GATHERED_S: Final = 0.05
+_IDLE_S: Final = 0.5
 _SESSION_TIMEOUT_S: Final = 10.0
 _HEARTBEAT_S: Final = 2.0
 _CLOSE_S: Final = 5.0
@@ -76,6 +79,8 @@ class BrokerConsumer:
             "allow_auto_create_topics": False,
             "fetch_max_bytes": _MAX_FETCH_BYTES,
             "max_partition_fetch_bytes": _MAX_PARTITION_FETCH_BYTES,
+            "fetch_min_bytes": 1,
+            "fetch_max_wait_ms": int(_IDLE_S * 1000),
             "max_poll_records": 1 << 20,
             "session_timeout_ms": int(_SESSION_TIMEOUT_S * 1000),
             "heartbeat_interval_ms": int(_HEARTBEAT_S * 1000),
@@ -141,6 +146,16 @@ class BrokerConsumer:
     def resume(self, partitions: Collection[Partition]) -> None:
         """Fetch these again."""
         self._consumer.resume(*(self._place(partition) for partition in partitions))
+
+    def gather(self, *, much: bool) -> None:
+        """Whether the next requests wait a moment for much, or (as at first) are answered as soon as anything is there.
+
+        A request costs client and broker the same whatever it brings.
+        """
+        # The vendor takes these once, for all requests; it looks at them anew for each.
+        settings = self._consumer._fetcher.config  # noqa: SLF001
+        settings["fetch_min_bytes"] = _GATHERED_BYTES if much else 1
+        settings["fetch_max_wait_ms"] = int((_GATHERED_S if much else _IDLE_S) * 1000)
 
     def poll(self, timeout_s: float, max_records: int | None = None) -> dict[Partition, list[Message]]:
         """Messages that are there, waiting for the first at most ``timeout_s``.

@@ -62,23 +62,31 @@ AUTHENTICATION: Final = (
     vendor.IllegalSaslStateError,
 )
 UNTRUSTED: Final = "CERTIFICATE_VERIFY_FAILED"
-_PIECE_BYTES: Final = 256 << 10
-_MAX_PIECES: Final = 8
+_RECEIVED_BYTES: Final = 1 << 20
+_VIEWED_BYTES: Final = 256 << 10
+"""Values of so many bytes are views of what was fetched with them; smaller ones would hold too much of it in memory."""
 _NOTHING_YET: Final = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 # The vendor logs every lost connection as an error and goes on. Who configures logging sees it; stderr does not.
 logging.getLogger("kafka").addHandler(logging.NullHandler())
 
 
 class _Frame(KafkaBytes):  # type: ignore[misc]  # the vendor ships no types
-    """What a broker answers; read with one copy, where the vendor makes two of every record."""
+    """What a broker answers; filled with one copy and read with none or one, where the vendor makes two of each."""
 
     _idx: int
 
-    def read(self, nbytes: int | None = None) -> bytes:
-        """The next ``nbytes`` bytes, or the rest."""
+    def write(self, data: Any) -> None:
+        """Put the next bytes in their place."""
+        start = self._idx
+        self._idx += len(data)
+        memoryview(self)[start : self._idx] = data
+
+    def read(self, nbytes: int | None = None) -> bytes | memoryview:
+        """The next ``nbytes`` bytes, or the rest: of an answer that is long, a view of it."""
         start = self._idx
         self._idx = len(self) if nbytes is None else min(start + nbytes, len(self))
-        return bytes(memoryview(self)[start : self._idx])
+        found = memoryview(self)[start : self._idx]
+        return found if nbytes is None and len(found) >= _VIEWED_BYTES else bytes(found)
 
 
 parser.KafkaBytes = _Frame  # pyright: ignore[reportAttributeAccessIssue]
@@ -108,7 +116,7 @@ class _Batch(DefaultRecordBatch):  # type: ignore[misc]
         since_first, pos = decode_varint(buffer, pos)
         offset_delta, pos = decode_varint(buffer, pos)
         key, pos = _nullable(buffer, pos)
-        value, pos = _nullable(buffer, pos)
+        value, pos = _value(buffer, pos)
         num_headers, pos = decode_varint(buffer, pos)
         if num_headers < 0:
             raise vendor.CorruptRecordError(f"expected a number of headers, got {num_headers}")
@@ -133,6 +141,14 @@ def _nullable(buffer: Any, pos: int) -> tuple[bytes | None, int]:
     """Bytes with their length before them, -1 for none; and the place behind."""
     size, pos = decode_varint(buffer, pos)
     return (None, pos) if size < 0 else (bytes(buffer[pos : pos + size]), pos + size)
+
+
+def _value(buffer: Any, pos: int) -> tuple[bytes | memoryview | None, int]:
+    """As :func:`_nullable`; of a long value, a view."""
+    size, start = decode_varint(buffer, pos)
+    if size < _VIEWED_BYTES:
+        return _nullable(buffer, pos)
+    return memoryview(buffer)[start : start + size], start + size
 
 
 memory_records.DefaultRecordBatch = _Batch  # pyright: ignore[reportAttributeAccessIssue]
@@ -175,28 +191,34 @@ class VendorManager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor
         return transport
 
 
-def receiver(transport: Any, vendors: Callable[[], tuple[bytes, Any]]) -> Callable[[], tuple[bytes, Any]]:
-    """A transport's way to receive, in few large pieces; what came before the end of a connection is delivered.
+def receiver(transport: Any, vendors: Callable[[], tuple[bytes, Any]]) -> Callable[[], tuple[bytes | memoryview, Any]]:
+    """A transport's way to receive: as much as is there, into one buffer, whose bytes last until the next call.
 
-    The vendor takes 4096 bytes at a time and hands the interpreter to other threads with each. Where the end is there
-    too it drops them, and what a broker says last is why it will not let us in.
+    The vendor takes 4096 bytes at a time, hands the interpreter to other threads with each, and copies all of them
+    twice. Where the end is there too it drops what came before it, and what a broker says last is why it will not let
+    us in.
     """
+    buffer = memoryview(bytearray(_RECEIVED_BYTES))
 
-    def received() -> tuple[bytes, Any]:
-        pieces: list[bytes] = []
+    def received() -> tuple[bytes | memoryview, Any]:
+        filled, beyond = 0, b""
         with contextlib.suppress(Exception):
             socket = transport._sock  # noqa: SLF001
-            # What TLS has decrypted already, the selector does not tell of.
-            while len(pieces) < _MAX_PIECES or (hasattr(socket, "pending") and socket.pending()):
+            while filled < len(buffer):
                 try:
-                    piece = socket.recv(_PIECE_BYTES)
+                    size = socket.recv_into(buffer[filled:])
                 except _NOTHING_YET:
-                    return b"".join(pieces), None
-                if not piece:
+                    return buffer[:filled], None
+                if not size:
                     break
-                pieces.append(piece)
+                filled += size
+            # What TLS has decrypted already, the selector does not tell of.
+            while filled == len(buffer) and hasattr(socket, "pending") and (size := socket.pending()):
+                beyond += socket.recv(size)
+        if beyond:
+            return b"".join((buffer, beyond)), None
         # The end, or an error: the vendor meets it again, at the latest at the next call.
-        return (b"".join(pieces), None) if pieces else vendors()
+        return (buffer[:filled], None) if filled else vendors()
 
     return received
 
