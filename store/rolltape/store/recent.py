@@ -33,7 +33,7 @@ class RecentTables:
 
     def put(self, path: str, table: pa.Table) -> None:
         """Keep what was written to ``path``, if it is small."""
-        if table.nbytes > MAX_TABLE_BYTES:
+        if table.nbytes > min(MAX_TABLE_BYTES, self._max_bytes):
             return
         sink = pa.BufferOutputStream()
         kept = drop_null_columns(table)
