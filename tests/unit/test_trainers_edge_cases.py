@@ -369,11 +369,6 @@ def test_a_version_newer_than_the_reference_is_an_error() -> None:
     assert version_refusal(4, 6, reference=5, tau=9) == reasons.FUTURE_VERSION
 
 
-def test_tokens_of_an_aborted_version_are_refused_by_name() -> None:
-    assert version_refusal(4, 5, reference=6, tau=9, aborted={4}) == reasons.ABORTED_VERSION
-    assert version_refusal(4, 5, reference=6, tau=9, aborted={5}) == reasons.ABORTED_VERSION
-
-
 def test_mixed_versions_are_refused_under_icepop() -> None:
     assert version_refusal(4, 5, reference=5, tau=9, required=5) == reasons.MIXED_VERSIONS
     assert version_refusal(4, 5, reference=5, tau=9) is None

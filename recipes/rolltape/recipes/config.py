@@ -89,6 +89,8 @@ class RolloutSection:
                 raise ConfigError(f"rollout.{name}: expected 1 or more, got {getattr(self, name)}")
         if self.max_lead_steps < 0:
             raise ConfigError(f"rollout.max_lead_steps: expected 0 or more, got {self.max_lead_steps}")
+        if self.top_k < 0:
+            raise ConfigError(f"rollout.top_k: expected 0 (no limit) or more, got {self.top_k}")
         if not self.temperature > 0:
             raise ConfigError(f"rollout.temperature: expected more than 0 for training, got {self.temperature}")
         if not 0 < self.top_p <= 1:

@@ -51,6 +51,7 @@ def test_json_and_toml_round_trip(tmp_path: Path) -> None:
         ({"trainer": {"group_timeout_s": 0}}, "trainer.group_timeout_s"),
         ({"trainer": {"overdue_groups": "wait"}}, "trainer.overdue_groups"),
         ({"rollout": {"max_lead_steps": -1}}, "rollout.max_lead_steps"),
+        ({"rollout": {"top_k": -1}}, "rollout.top_k"),
         ({"rollout": {"temperature": 0}}, "rollout.temperature"),
         ({"rollout": {"group_size": 0}}, "rollout.group_size"),
         ({"rollout": {"group_size": 1}}, "rollout.group_size: expected 2 or more with algorithm grpo"),

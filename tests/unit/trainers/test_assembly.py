@@ -162,7 +162,7 @@ def test_mixed_logprobs_mode_in_one_trajectory(tape: Any) -> None:
     [
         (17, {"current": 19, "newest": 20, "staleness_tau": 2, "single_version": False}, "stale"),
         (21, {"current": 20, "newest": 20}, "future_version"),
-        (19, {"current": 19, "newest": 19, "aborted": {19}}, "aborted_version"),
+        (19, {"current": 19, "newest": 19, "off_line": {("t0", 0), ("t1", 0)}}, "aborted_version"),
         (18, {"current": 19, "newest": 19, "staleness_tau": 5}, "stale"),
     ],
 )

@@ -59,7 +59,6 @@ class VersionRules:
     Attributes:
         current: version of the weights that the step starts from (θ_old).
         newest: newest published version without an abort, pinned with the batch.
-        aborted: versions that never serve.
         staleness_tau: largest lag that is kept.
         single_version: every action token must be of ``current`` (IcePop's precondition).
         off_line: attempts (trajectory, attempt) with tokens of a version that is not on the run's live line.
@@ -67,7 +66,6 @@ class VersionRules:
 
     current: int
     newest: int
-    aborted: Collection[int] = ()
     staleness_tau: int = 0
     single_version: bool = True
     off_line: Collection[tuple[str, int]] = ()
@@ -111,7 +109,6 @@ def refusal(row: dict[str, Any], versions: VersionRules, rules: BatchRules = GRP
         high,
         reference=versions.newest,
         tau=versions.staleness_tau,
-        aborted=versions.aborted,
         required=versions.current if versions.single_version else None,
     )
 

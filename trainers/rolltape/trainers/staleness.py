@@ -6,8 +6,6 @@ A rollout is as old as its oldest action token, whatever segment that is in (D8)
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ def version_refusal(
     *,
     reference: int,
     tau: int,
-    aborted: Collection[int] = (),
     required: int | None = None,
 ) -> str | None:
     """Name of the reason why a rollout sampled by versions ``oldest`` to ``newest`` is not trained; ``None`` if it is.
@@ -31,7 +28,6 @@ def version_refusal(
         newest: largest.
         reference: newest published version of that policy without an abort.
         tau: largest lag that is kept: ``reference - oldest > tau`` drops.
-        aborted: versions that never serve.
         required: for IcePop and CompactionRL's PPO, the version of θ_old: every token must be of it, or the ratio mixes
             version lag with engine error, or knows nothing of the lag (DIS is for mixed versions).
 
@@ -41,8 +37,6 @@ def version_refusal(
     _check_tau(tau)
     if newest > reference:
         return reasons.FUTURE_VERSION
-    if oldest in aborted or newest in aborted:
-        return reasons.ABORTED_VERSION
     if reference - oldest > tau:
         return reasons.STALE
     if required is not None and oldest != newest:
