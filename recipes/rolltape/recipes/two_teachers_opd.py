@@ -18,7 +18,7 @@ FIRST, SECOND = "sort_digits", "sort_digits_descending"
 DOMAINS = {FIRST: "sorting", SECOND: "sorting_descending"}
 
 
-def teacher(environment: str, *, seed: int = 0, max_steps: int = 240) -> RunConfig:
+def teacher(environment: str, *, seed: int = 0, max_steps: int = 300) -> RunConfig:
     """A specialist: trained until 95 % of its answers are exact."""
     base = _learner(environment, seed=seed, max_steps=max_steps)
     return replace(
@@ -27,9 +27,9 @@ def teacher(environment: str, *, seed: int = 0, max_steps: int = 240) -> RunConf
 
 
 def config(
-    *, run_id: str = "two-teachers-opd", seed: int = 0, max_steps: int = 160, lakes: str | Path = "lakes"
+    *, run_id: str = "two-teachers-opd", seed: int = 0, max_steps: int = 320, lakes: str | Path = "lakes"
 ) -> RunConfig:
-    """The student: 128 rollouts a step of single problems, half of each domain; no reward is read.
+    """The student: 256 rollouts a step of single problems, half of each domain; no reward is read.
 
     Args:
         run_id: name of the run.
@@ -44,7 +44,7 @@ def config(
         run_id=run_id,
         model=replace(base.model, initial=InitialSection(lake=f"{lakes}/{first}", run=first)),
         environment=_orders(**{FIRST: 1.0, SECOND: 1.0}),
-        rollout=replace(base.rollout, groups_per_step=128, group_size=1),
+        rollout=replace(base.rollout, groups_per_step=256, group_size=1),
         trainer=base.trainer.with_algorithm("mopd", warmup_steps=5, entropy_coef=0.0),
         teachers=TeachersSection(
             routes=tuple(
@@ -56,7 +56,7 @@ def config(
 
 
 def second_skill_alone(
-    *, run_id: str = "second-skill-alone", seed: int = 0, max_steps: int = 160, lakes: str | Path = "lakes"
+    *, run_id: str = "second-skill-alone", seed: int = 0, max_steps: int = 320, lakes: str | Path = "lakes"
 ) -> RunConfig:
     """The contrast: from the first teacher's weights, the second skill by its reward alone."""
     base = _learner(SECOND, seed=seed, max_steps=max_steps)
@@ -67,7 +67,7 @@ def second_skill_alone(
 
 
 def _learner(environment: str, *, seed: int, max_steps: int) -> RunConfig:
-    """16 problems x 8 rollouts a step of one order, GRPO with IcePop."""
+    """16 problems x 16 rollouts a step of one order, GRPO with IcePop."""
     return RunConfig(
         run_id=f"teacher-{environment.replace('_', '-')}",
         seed=seed,
@@ -75,9 +75,9 @@ def _learner(environment: str, *, seed: int, max_steps: int) -> RunConfig:
         environment=_orders(**{environment: 1.0}),
         rollout=RolloutSection(
             groups_per_step=16,
-            group_size=8,
+            group_size=16,
             temperature=1.0,
-            max_tokens=3,
+            max_tokens=4,
             evaluate_heldout=True,
             evaluate_initial=True,
         ),
@@ -87,7 +87,8 @@ def _learner(environment: str, *, seed: int, max_steps: int) -> RunConfig:
             warmup_steps=10,
             decay_steps=max_steps,
             final_lr_fraction=0.1,
-            entropy_coef=0.015,
+            beta2=0.95,
+            entropy_coef=0.01,
             checkpoint_every=40,
             probe_every=40,
         ),
@@ -95,11 +96,11 @@ def _learner(environment: str, *, seed: int, max_steps: int) -> RunConfig:
 
 
 def _orders(**weights: float) -> EnvironmentSection:
-    """Both orders of two digits, 0 to 5; without a weight an order is held out only."""
+    """Both orders of three digits, 0 to 5; without a weight an order is held out only."""
     parts: list[dict[str, Any]] = [
         {
             "name": name,
-            "options": {"num_digits": 2, "num_symbols": 6, "num_heldout": 8},
+            "options": {"num_digits": 3, "num_symbols": 6, "num_heldout": 40},
             "weight": weights.get(name, 0.0),
         }
         for name in DOMAINS
