@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ import pytest
 
 from rolltape.ingest.coalesce import HELD_BYTES
 from rolltape.ingest.encoder import MAX_RECORD_BYTES
-from rolltape.ingest.memory import MemoryLog
+from rolltape.ingest.memory import MemoryLog, MemoryProducer
 from rolltape.ingest.recorder import Recorder
 from rolltape.ingest.routing import partition_of, spread
-from rolltape.schema.codec import Record, decode
+from rolltape.schema.codec import Record, decode, record_of_lane
+from rolltape.schema.errors import RecordTooLargeError
 
 LONG_S = 3600.0
 
@@ -251,3 +253,107 @@ def test_held_rows_of_different_columns_fill_one_record() -> None:
     told = [(row["problem_id"], *map(row["rollout_started"].get, ("prompt_token_ids", "prompt_text"))) for row in rows]
     assert told == [(None, [1], None), ("p", None, "2 + 2?"), (None, [3], None)]
     assert [row["lane_seq"] for row in rows] == [0, 1, 2]
+
+
+# Large records are encoded while their caller goes on.
+
+
+@dataclass
+class Encoding:
+    """Encoding that waits for the test; so many records were encoded."""
+
+    may_end: threading.Event = field(default_factory=threading.Event)
+    num_encoded: int = 0
+
+    def __call__(self, *arguments: Any, **options: Any) -> Record:
+        assert self.may_end.wait(20)
+        self.num_encoded += 1
+        return record_of_lane(*arguments, **options)
+
+
+@pytest.fixture
+def encoding(monkeypatch: pytest.MonkeyPatch) -> Encoding:
+    found = Encoding()
+    monkeypatch.setattr("rolltape.ingest.encoder._num_cpus", lambda: 2)
+    monkeypatch.setattr("rolltape.ingest.encoder.record_of_lane", found)
+    return found
+
+
+def large(matrix: np.ndarray) -> dict[str, Any]:
+    """Columns of a batch that makes several records."""
+    names = [f"t{row}" for row in range(len(matrix))]
+    return {"trajectory_id": names, "attempt": 0, "group_id": "g", "token_ids": matrix}
+
+
+def token_ids(log: Log) -> list[int]:
+    (lane,) = log.lanes()
+    assert [row["lane_seq"] for row in lane] == list(range(len(lane)))
+    return [number for row in lane for number in row["token_ids"]]
+
+
+def test_a_caller_goes_on_while_its_large_records_are_encoded(encoding: Encoding) -> None:
+    log = Log(LONG_S)
+    matrix = np.full((8, 40_000), 7, dtype=np.int32)
+    with recorder(log) as opened:
+        opened.record_batch("observation_received", large(matrix))
+        matrix[:] = 9
+        assert (log.records, encoding.num_encoded) == ([], 0)
+        encoding.may_end.set()
+        # Nobody calls again: the recorder's own thread sends what was encoded.
+        deadline = time.monotonic() + 20
+        while sum(record.headers.num_rows for record in log.records) < 8:
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.002)
+    assert len(log.records) > 1
+    assert set(token_ids(log)) == {7}
+
+
+def test_a_lane_keeps_its_order_while_its_records_are_encoded(encoding: Encoding) -> None:
+    log = Log(LONG_S)
+    with recorder(log) as opened:
+        opened.record_batch("observation_received", large(np.zeros((8, 40_000), dtype=np.int32)))
+        opened.record_batch("observation_received", large(np.ones((1, 4), dtype=np.int32)))
+        threading.Timer(0.05, encoding.may_end.set).start()
+        opened.flush()
+        assert token_ids(log) == [0] * 320_000 + [1] * 4
+
+
+def test_little_of_what_is_encoded_waits_in_memory(encoding: Encoding, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolltape.ingest.encoder._KEPT_BYTES", 1 << 20)
+    log = Log(LONG_S)
+    threading.Timer(0.05, encoding.may_end.set).start()
+    with recorder(log) as opened:
+        opened.record_batch("observation_received", large(np.zeros((8, 40_000), dtype=np.int32)))
+        assert encoding.num_encoded > 0
+
+
+def test_where_nothing_is_held_back_a_callers_arrays_are_its_own_after_the_call(encoding: Encoding) -> None:
+    log = Log(0.0)
+    threading.Timer(0.05, encoding.may_end.set).start()
+    with recorder(log) as opened:
+        opened.record_batch("observation_received", large(np.zeros((8, 40_000), dtype=np.int32)))
+        assert encoding.num_encoded == len(log.records) > 1
+
+
+def test_what_a_thread_could_not_send_is_an_error_of_the_next_call(
+    encoding: Encoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Log(LONG_S)
+    refused = threading.Event()
+
+    def refuse(_self: MemoryProducer, _record: Any, **_: Any) -> None:
+        refused.set()
+        raise RecordTooLargeError("refused")
+
+    with recorder(log) as opened:
+        opened.record_batch("observation_received", large(np.zeros((8, 40_000), dtype=np.int32)))
+        with monkeypatch.context() as patch:
+            patch.setattr(MemoryProducer, "send", refuse)
+            encoding.may_end.set()
+            assert refused.wait(20)
+            with pytest.raises(RecordTooLargeError):
+                start(opened, "t")
+        start(opened, "t", group="g")
+        opened.flush()
+        rows = [row for lane in log.lanes() for row in lane]
+    assert [row["lane_seq"] for row in rows] == list(range(9))

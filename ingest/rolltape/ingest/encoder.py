@@ -1,7 +1,7 @@
 """From rows that are next in their lanes to records of at most about 1 MiB, several at a time where they are large.
 
 Compressing is most of what recording costs, and it holds no lock of the interpreter: where one call made several large
-records, threads encode them while the caller sends the first.
+records, threads encode them while the caller sends the first, or goes on to record more.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MAX_RECORD_BYTES: Final = 1 << 20
 _LARGE_BYTES: Final = 128 << 10
 """Below it, handing a record to a thread costs about what it saves."""
 _MAX_THREADS: Final = 4
+_KEPT_BYTES: Final = 8 << 20
+"""So much, before compression, may wait in memory for its encoding while the caller goes on."""
 
 
 class Outbox:
@@ -34,6 +36,7 @@ class Outbox:
         self._producer_id = producer_id
         self._producer_epoch = producer_epoch
         self._next: deque[Record | Future[Record]] = deque()
+        self._num_bytes: deque[int] = deque()
         self._threads: ThreadPoolExecutor | None = None
         self._num_threads = min(_MAX_THREADS, _num_cpus())
 
@@ -44,6 +47,7 @@ class Outbox:
     def add(self, batches: Iterable[LaneBatch]) -> None:
         """Encode what waits no longer, as records of at most about 1 MiB."""
         parts = [part for batch in batches for part in split(batch)]
+        self._num_bytes += [part.num_bytes for part in parts]
         if self._num_threads < 2 or sum(part.num_bytes >= _LARGE_BYTES for part in parts) < 2:
             self._next += map(self._record, parts)
             return
@@ -55,6 +59,13 @@ class Outbox:
     def add_record(self, record: Record) -> None:
         """Put a record behind the others."""
         self._next.append(record)
+        self._num_bytes.append(record.num_bytes)
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether the first is being encoded, and all that wait for it are few enough to be kept."""
+        first = self._next[0]
+        return isinstance(first, Future) and not first.done() and sum(self._num_bytes) <= _KEPT_BYTES
 
     @property
     def first(self) -> Record:
@@ -65,6 +76,7 @@ class Outbox:
     def remove_first(self) -> None:
         """The first was sent."""
         self._next.popleft()
+        self._num_bytes.popleft()
 
     def finish_encoding(self) -> None:
         """Wait until what records are made of is needed no more."""

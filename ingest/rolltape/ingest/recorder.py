@@ -28,13 +28,20 @@ from rolltape.schema.build import RefusedRow, build_batch, rows_of, with_columns
 from rolltape.schema.codec import make_record, pruned
 from rolltape.schema.convert import is_plain
 from rolltape.schema.cursor import Partition
-from rolltape.schema.errors import BackpressureTimeout, ConfigError, StorageFullError, ValidationError
+from rolltape.schema.errors import (
+    BackpressureTimeout,
+    ConfigError,
+    RolltapeError,
+    StorageFullError,
+    ValidationError,
+)
 from rolltape.schema.identity import uuid7_many
 from rolltape.schema.kinds import Kind, kind_named
 from rolltape.schema.validate import Limits, validate
 
 _RETRY_S: Final = 0.005
 _FULL_DISK_RETRY_S: Final = 0.1
+_ENCODING_S: Final = 0.002
 _OURS: Final = frozenset({"kind", "schema_version", "run_id", "run_epoch", "producer_id", "producer_epoch", "lane_seq"})
 _LOG: Final = logging.getLogger(__name__)
 
@@ -94,6 +101,7 @@ class Recorder:
         self._closed = False
         self._lingerer: threading.Thread | None = None
         self._lingers_idly = True
+        self._was_refused = False
         self.num_recorded = 0
         self.num_refused = 0
 
@@ -151,12 +159,13 @@ class Recorder:
                 f"{kind}: expected columns that the recorder does not fill itself, got {sorted(forbidden)}"
             )
         with self._lock:
-            self._send_outbox()
+            if self._was_refused:
+                self._send_outbox()
             prepared = self._prepare(spec, columns, _count_rows(columns, num_rows))
             # Who records often sends the others' batches too, before the thread that waits for them has to.
             self._outbox.add(self._held.take_older(self._held.linger_s / 2))
-            self._send_outbox()
-            if self._held and self._lingers_idly:
+            self._send_outbox(wait=False)
+            if (self._held or self._outbox) and self._lingers_idly:
                 self._start_waiting()
         if prepared.refused:
             first = prepared.refused[0]
@@ -324,30 +333,42 @@ class Recorder:
         self._changed.notify()
 
     def _send_due(self) -> None:
-        """The thread that sends what waited long enough while nobody records anything."""
+        """The thread that sends what waited long enough, or was encoded, while nobody records anything."""
         with self._changed:
             while not self._closed:
                 left = self._held.next_due_s()
+                is_encoding = bool(self._outbox) and not self._was_refused
                 if left is None or left > 0:
-                    self._lingers_idly = left is None
-                    self._changed.wait(left)
-                    continue
+                    self._lingers_idly = left is None and not is_encoding
+                    self._changed.wait(min(left or _ENCODING_S, _ENCODING_S) if is_encoding else left)
+                    if self._closed or not is_encoding:
+                        continue
                 self._outbox.add(self._held.take_older(self._held.linger_s))
                 try:
-                    self._send_outbox()
-                except (BackpressureTimeout, StorageFullError) as error:
+                    self._send_outbox(wait=False)
+                except RolltapeError as error:
                     # The next call or flush sends it first, and says so to who can do something about it.
                     _LOG.warning("what was recorded waits in memory: %s", error)
 
-    def _send_outbox(self) -> None:
-        try:
-            self._send_all(time.monotonic() + self._backpressure_timeout_s)
-        finally:
-            # Whatever ended it, the caller's arrays are the caller's again.
-            self._outbox.finish_encoding()
+    def _send_outbox(self, *, wait: bool = True) -> None:
+        """Send what waits; without ``wait``, what is still being encoded may stay for the next call or the thread.
 
-    def _send_all(self, deadline: float) -> None:
+        Where no lane holds anything back, rows may lie in the caller's own arrays: those are encoded in any case.
+        """
+        may_stay = not wait and self._held.linger_s > 0
+        self._was_refused = True
+        try:
+            self._send_all(time.monotonic() + self._backpressure_timeout_s, may_stay=may_stay)
+            self._was_refused = False
+        finally:
+            if not may_stay:
+                # Whatever ended it, the caller's arrays are the caller's again.
+                self._outbox.finish_encoding()
+
+    def _send_all(self, deadline: float, *, may_stay: bool) -> None:
         while self._outbox:
+            if may_stay and self._outbox.may_wait:
+                return
             self._wait_for_room(deadline)
             try:
                 self._producer.send(self._outbox.first, more=len(self._outbox) > 1)
