@@ -88,6 +88,15 @@ def test_components_that_part_company_are_seen_in_any_order_of_rows() -> None:
     assert component_metrics(rewarded(*parts[::-1])) == metrics
 
 
+def test_the_order_of_rows_is_not_in_the_last_bit() -> None:
+    rng = np.random.default_rng(5)
+    parts = [{"a": float(a), "b": float(b), "flat": 0.1} for a, b in rng.random((40, 2))]
+    expected = component_metrics(rewarded(*parts))
+    assert not any("flat" in name for name in expected if "corr" in name)
+    for _ in range(20):
+        assert component_metrics(rewarded(*(parts[place] for place in rng.permutation(len(parts))))) == expected
+
+
 def test_component_means_leave_out_what_was_not_scored() -> None:
     components = [
         [{"name": "exact", "value": 1.0, "status": "ok"}, {"name": "judge", "value": None, "status": "timeout"}],

@@ -149,12 +149,13 @@ def component_metrics(rewards: pa.Table) -> dict[str, float]:
         (first, x), (second, y) = scores[one], scores[other]
         _, at, beside = np.intersect1d(first, second, return_indices=True)
         x, y = x[at], y[beside]
+        if not len(x) or not np.ptp(x) or not np.ptp(y):
+            continue
         # In an order of their own: rows come in that of the log's partitions, which must not show in the last bit.
         order = np.lexsort((x, y))
-        x, y = x[order] - x.mean(), y[order] - y.mean()
-        spread = float(np.sqrt((x * x).sum() * (y * y).sum()))
-        if spread > 0:
-            metrics[f"reward_component_corr/{one}~{other}"] = float((x * y).sum()) / spread
+        x, y = x[order], y[order]
+        x, y = x - x.mean(), y - y.mean()
+        metrics[f"reward_component_corr/{one}~{other}"] = float((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
     return metrics
 
 
