@@ -191,7 +191,7 @@ class VendorManager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor
         return transport
 
 
-def receiver(transport: Any, vendors: Callable[[], tuple[bytes, Any]]) -> Callable[[], tuple[bytes | memoryview, Any]]:
+def receiver(transport: Any, vendors: Callable[[], tuple[Any, Any]]) -> Callable[[], tuple[Any, Any]]:
     """A transport's way to receive: as much as is there, into one buffer, whose bytes last until the next call.
 
     The vendor takes 4096 bytes at a time, hands the interpreter to other threads with each, and copies all of them
