@@ -266,9 +266,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
         config.hook.pytest_deselected(items=left_out)
     # A worker of pytest-xdist: files are shared out in this order, and what is counted is told by another process.
-    if hasattr(config, "workeroutput"):
+    told: dict[str, Any] | None = getattr(config, "workeroutput", None)
+    if told is not None:
         items.sort(key=_turn)
-        config.workeroutput["not_run"] = dict(not_run)
+        told["not_run"] = dict(not_run)
 
 
 def _turn(item: pytest.Item) -> int:
