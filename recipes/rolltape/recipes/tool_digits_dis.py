@@ -9,7 +9,7 @@ from rolltape.trainers.config import TrainerConfig
 MAX_LEAD_STEPS = 1
 
 
-def config(*, run_id: str = "tool-digits-dis", seed: int = 0, max_steps: int = 160) -> RunConfig:
+def config(*, run_id: str = "tool-digits-dis", seed: int = 0, max_steps: int = 300) -> RunConfig:
     """16 problems x 8 rollouts a step; a rollout calls the tool, reads what it says, and answers.
 
     The worker runs one step ahead, so most tokens are a version or two old; DIS gates each by its ratio alone.
