@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Final
 
 import numpy as np
@@ -142,8 +143,9 @@ def plan_batch(
     """
     rows = [row for row in folded.trajectories.select(_CANDIDATE).to_pylist() if row["is_current"]]
     rows.sort(key=lambda r: (_last(r["group_ordinal"]), r["group_id"] or "", _last(r["member"]), r["trajectory_id"]))
-    branches = [row for row in rows if rules.uses_groups and row["root_rollout_id"] != row["trajectory_id"]]
-    rows = [row for row in rows if row not in branches] if branches else rows
+    is_branch = [rules.uses_groups and row["root_rollout_id"] != row["trajectory_id"] for row in rows]
+    branches = [*compress(rows, is_branch)]
+    rows = [row for row, forked in zip(rows, is_branch, strict=True) if not forked]
     why = [refusal(row, versions, rules) for row in rows]
     _refuse_among(rows, why, lacking_segments(folded), reasons.SEGMENT_MISSING)
     if rules.needs_ratio:
