@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import string
 from collections.abc import Iterator
 from typing import Final
+from urllib.parse import quote
 
 from deltalake import DeltaTable, Field, PostCommitHookProperties, Schema
 from deltalake.exceptions import DeltaError
@@ -24,13 +26,16 @@ _NO_HOOKS: Final = PostCommitHookProperties(create_checkpoint=False, cleanup_exp
 _ANSWER: Final = re.compile(r"<Code>([^<]*)</Code>(?:\s*<Message>([^<]*)</Message>)?")
 _NO_ANSWER: Final = ("error sending request", "timed out", "retry_timeout", "status code: 5", "connection")
 
+# What a URL of a key may hold unquoted: delta-rs would read ``#`` and ``?`` as the key's end.
+_AS_IT_IS: Final = "".join(character for character in string.punctuation if character not in "#?%")
+
 _PID: Final = os.getpid()
 
 
 def open_table(table: Location, version: int | None = None) -> DeltaTable:
     """A delta-rs handle on the table, at the newest version or the one named."""
     with _errors(table):
-        address = table.path if table.is_local else table.url
+        address = table.path if table.is_local else quote(table.url, safe=_AS_IT_IS)
         return DeltaTable(address, version=version, storage_options=table.storage_options)
 
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import os
 import pathlib
+import re
 import threading
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -22,7 +23,7 @@ import pyarrow as pa
 
 from rolltape.schema.crash import crash_window
 from rolltape.schema.cursor import Cursor
-from rolltape.schema.errors import CommitterFencedError, LakeFormatError, StoreError, VacuumedError
+from rolltape.schema.errors import CommitterFencedError, ConfigError, LakeFormatError, StoreError, VacuumedError
 from rolltape.schema.kinds import kind_named
 from rolltape.schema.render import arrow_schema, delta_schema_json
 from rolltape.store import parquet
@@ -45,6 +46,7 @@ FORMAT: Final = f"{FORMAT_MAJOR}.0"
 # From so many data files on, each is decoded by one thread, several at a time; fewer are decoded column beside column.
 MIN_FILES_BESIDE: Final = 4
 
+_OTHER_NAME: Final = re.compile("%[0-9A-Fa-f]{2}")
 _CONFIGURATION: Final = {
     "delta.appendOnly": "true",
     "delta.dataSkippingStatsColumns": "kind,log_topic,log_partition,log_offset,run_id,trajectory_id",
@@ -89,11 +91,15 @@ class Lake:
         """Make an empty lake, or open the one that is there.
 
         Raises:
+            ConfigError: other readers of Delta would look for it under another name.
             StoreError: there is one and ``exist_ok`` is false; or the place cannot be written.
         """
         place = Location.parse(location, options)
         log = TransactionLog(place.child("events"))
-        made = not log.exists() and log.create(
+        is_new = not log.exists()
+        if is_new:
+            _check_name(place)
+        made = is_new and log.create(
             delta_schema_json(), _CONFIGURATION, name="events", description="Rolltape: every event of the lake"
         )
         if not made and not exist_ok:
@@ -381,6 +387,16 @@ class Lake:
                 raise
         self.log.sync()
         self.snapshot()
+
+
+def _check_name(place: Location) -> None:
+    """Refuse what delta-rs takes for another name: no checkpoint could ever be written."""
+    if _OTHER_NAME.search(place.path) or (place.is_local and "\\" in place.path):
+        raise ConfigError(
+            f"expected a lake's name without %XX{' and backslash' if place.is_local else ''}, got {place}: readers of "
+            "Delta tables take those for other characters; write the name as it is, not as part of a URL, or choose "
+            "another"
+        )
 
 
 def _check_format(snapshot: Snapshot, place: Location) -> None:

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -74,7 +75,7 @@ class Location:
         text = os.fspath(url_or_path)
         scheme, separator, rest = text.partition("://")
         if not separator or scheme == "file":
-            path = os.path.abspath(os.path.expanduser(rest if separator else text))
+            path = os.path.abspath(_path_of(rest) if separator else os.path.expanduser(text))
             return cls(pathlib.PurePath(path).as_uri(), path)
         return _remote(cls, scheme, rest, options)
 
@@ -390,6 +391,16 @@ def _sync_file(path: str) -> None:
 
 
 _sync_folder = _sync_file
+
+
+def _path_of(rest: str) -> str:
+    """The path that ``file://`` is followed by: its inverse is ``PurePath.as_uri``."""
+    path = rest.removeprefix("localhost") if rest.startswith("localhost/") else rest
+    if not path.startswith("/"):
+        raise ConfigError(
+            f"expected file:///PATH, or a path alone, got file://{rest}: other machines' files are not ours"
+        )
+    return unquote(path)
 
 
 def _remote(cls: type[Location], scheme: str, rest: str, options: Mapping[str, str] | None) -> Location:

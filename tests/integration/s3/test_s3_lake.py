@@ -11,7 +11,7 @@ import pytest
 from tests.lake_readers import READERS, assert_agree
 from tests.servers.s3_server import Bucket
 
-from rolltape.schema.errors import CommitterFencedError, StoreError
+from rolltape.schema.errors import CommitterFencedError, ConfigError, StoreError
 from rolltape.store import Lake, Tail, Window
 from rolltape.store.location import Location
 from rolltape.store.maintenance import checkpoint, clean_logs, compact, vacuum
@@ -40,6 +40,15 @@ def test_commits_fences_maintains_and_tails(s3_lake: Lake, feed: Any) -> None:
     assert again.snapshot().transactions["lane/b/1/rollout/0"] == 0
     tail.poll(timeout_s=20)
     assert tail.cursor == s3_lake.cursor()
+
+
+@pytest.mark.parametrize("name", ["a space", "ha#sh", "qu?est", "l\u00e4ke", "plus+", "100%"])
+def test_a_lake_of_any_name_is_maintained(s3_bucket: Bucket, feed: Any, name: str) -> None:
+    lake = Lake.create(f"{s3_bucket.url}/{name}", options=s3_bucket.options)
+    lake.append(*feed.commit())
+    assert checkpoint(lake) == lake.snapshot().version
+    with pytest.raises(ConfigError, match="write the name as it is"):
+        Lake.create(f"{s3_bucket.url}/per%20cent", options=s3_bucket.options)
 
 
 def test_a_handle_left_behind_by_a_cleaned_log_commits_after_the_newest_version(s3_lake: Lake, feed: Any) -> None:

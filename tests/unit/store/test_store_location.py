@@ -7,7 +7,7 @@ import resource
 
 import pytest
 
-from rolltape.schema.errors import StorageFullError, StoreError
+from rolltape.schema.errors import ConfigError, StorageFullError, StoreError
 from rolltape.store.location import Location
 
 
@@ -21,6 +21,18 @@ def test_path_and_file_url_are_the_same_place(tmp_path: pathlib.Path) -> None:
     assert by_path.url == (tmp_path / "lake").as_uri()
     assert by_path.is_local
     assert by_path.local_path() == tmp_path / "lake"
+
+
+@pytest.mark.parametrize("name", ["a space", "per%20cent", "ha#sh", "qu?est", "l\u00e4ke", "plus+"])
+def test_the_url_of_a_path_is_read_back_as_that_path(tmp_path: pathlib.Path, name: str) -> None:
+    place = Location.parse(tmp_path / name)
+    assert Location.parse(place.url) == place
+    assert Location.parse(place.url.replace("file:///", "file://localhost/")) == place
+
+
+def test_a_file_of_another_machine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected file:///PATH, or a path alone, got file://lakes/main"):
+        Location.parse("file://lakes/main")
 
 
 def test_s3_url_names_bucket_and_hides_credentials() -> None:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rolltape.schema.errors import CommitterFencedError, StoreError
+from rolltape.schema.errors import CommitterFencedError, ConfigError, StoreError
 from rolltape.store import Lake, merging, parquet
 from rolltape.store.maintenance import Policy, checkpoint, clean_logs, compact, maintain, vacuum
 from rolltape.store.merging import in_log_order
@@ -237,3 +237,17 @@ def test_read_only_lake_refuses_maintenance(filled: Lake) -> None:
     for act in acts:
         with pytest.raises(StoreError, match="read_only=True"):
             act(lake)
+
+
+@pytest.mark.parametrize("name", ["a space", "ha#sh", "qu?est", "l\u00e4ke", "plus+", "100%"])
+def test_a_lake_of_any_name_is_maintained(tmp_path: pathlib.Path, feed: Any, name: str) -> None:
+    lake = Lake.create(tmp_path / name)
+    lake.append(*feed.commit())
+    assert checkpoint(lake) == lake.snapshot().version
+
+
+@pytest.mark.parametrize("name", ["per%20cent", "back\\slash"])
+def test_a_name_that_delta_readers_take_for_another_is_refused(tmp_path: pathlib.Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="write the name as it is"):
+        Lake.create(tmp_path / name)
+    assert not (tmp_path / name).exists()
