@@ -1,8 +1,9 @@
 """What the pipeline over Kafka costs: ``python -m benchmarks kafka [producer] [pipeline] [freshness]``.
 
-* ``producer``: recorder → spool → brokers' acknowledgement, against a bare kafka-python producer of the same bytes,
-  and against the floor: one thread that does what nobody can leave out who starts from columns, encode each record
-  (Arrow IPC, LZ4) and give it to the bare producer. Also the CPU time of this process, the client's thread included.
+* ``producer``: recorder → spool → brokers' acknowledgement, against a bare kafka-python producer of the same bytes, as
+  it comes and tuned for records of this size, and against the floor: one thread that does what nobody can leave out who
+  starts from columns, encode each record and give it to the tuned producer (``bare_producer.py``, in a process without
+  Rolltape's client). Also the CPU time of each side's process.
 * ``pipeline``: recorder → Kafka → sink → committed in Delta, against the same machine writing the same rows to Delta
   without Kafka, in two ways: through the embedded log (the same recorder, a committer in a process of its own), and as
   ready-made tables by ``Lake.append`` (no recorder, no log at all).
@@ -15,28 +16,28 @@ the medians, because other programs disturb absolute times.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import kafka
 import pyarrow as pa
+from bare_producer import SIDES, Sent, write_messages
 from bench_store import GROUP_SIZE, Rollouts, lists, make_rollouts
 from kafka_pipeline import Broker, Pipeline, Process, broker, quantiles, report, sink
-from pyarrow import ipc
 
 from rolltape.ingest import EmbeddedLog, EventLog, Recorder
-from rolltape.ingest.kafka.wire import Outgoing, to_message
+from rolltape.ingest.kafka.wire import to_message
 from rolltape.ingest.memory import MemoryLog
 from rolltape.schema.codec import Record, decode
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.identity import uuid7_many
-from rolltape.schema.stream import encode_pruned
 from rolltape.store.lake import Lake
 
 PARTITIONS = 4
@@ -129,22 +130,19 @@ def captured(load: Load) -> list[Record]:
 def bench_producer(where: Broker, folder: Path, load: Load, rounds: int) -> None:
     """Bytes a second until everything is acknowledged."""
     records = captured(load)
-    messages = [(record, to_message(record)) for record in records]
-    columns = [loaded(record) for record in records]
-    num_bytes = sum(memoryview(message.value).nbytes for _, message in messages)
+    messages = [Sent(record.partition, *to_message(record)) for record in records]
+    write_messages(folder / "messages", messages)
+    num_bytes = sum(memoryview(message.value).nbytes for message in messages)
     pipeline = Pipeline(where.bootstrap, folder, partitions=PARTITIONS)
-    bare = kafka.KafkaProducer(
-        bootstrap_servers=where.bootstrap.split(","), batch_size=1 << 20, max_request_size=16 << 20
-    )
     topic = pipeline.address.rpartition("/")[2] + ".rollout"
-    with pipeline.open() as log, Recorder(log, producer_id="bench", run_id="run") as recorder:
-        sides = {
-            "bare": lambda: send_bare(bare, topic, messages),
-            "floor": lambda: send_bare(bare, topic, encoded(messages, columns)),
-            "recorder": lambda: record_and_flush(load, recorder),
-        }
+    with (
+        Bare(where.bootstrap, topic, folder / "messages") as bare,
+        pipeline.open() as log,
+        Recorder(log, producer_id="bench", run_id="run") as recorder,
+    ):
+        sides: dict[str, Callable[[], Turn]] = {side: partial(bare.turn, side) for side in SIDES}
+        sides["recorder"] = lambda: timed(lambda: record_and_flush(load, recorder))
         found = by_turns(sides, rounds)
-    bare.close()
     report(
         "producer",
         broker=where.name,
@@ -155,38 +153,34 @@ def bench_producer(where: Broker, folder: Path, load: Load, rounds: int) -> None
         **{f"{name}_mb_s": num_bytes / turn.wall_s / 1e6 for name, turn in found.items()},
         recorder_mtok_s=load.num_tokens / found["recorder"].wall_s / 1e6,
         **{f"{name}_cpu_ns_token": turn.cpu_s / load.num_tokens * 1e9 for name, turn in found.items()},
-        ratio=found["bare"].wall_s / found["recorder"].wall_s,
+        **{f"ratio_to_{side}": found[side].wall_s / found["recorder"].wall_s for side in SIDES},
         asked=0.8,
-        ratio_to_floor=found["floor"].wall_s / found["recorder"].wall_s,
     )
 
 
-def loaded(record: Record) -> pa.RecordBatch:
-    """The columns of a record in memory of their own, not compressed."""
-    sink = pa.BufferOutputStream()
-    with ipc.open_stream(record.value) as reader, ipc.new_stream(sink, reader.schema) as writer:
-        for batch in reader:
-            writer.write_batch(batch)
-    (batch,) = ipc.open_stream(sink.getvalue())
-    return batch
+class Turn(NamedTuple):
+    """Wall and CPU seconds (of the side's process) of a round."""
+
+    wall_s: float
+    cpu_s: float
 
 
-def encoded(
-    messages: Iterable[tuple[Record, Outgoing]], columns: Iterable[pa.RecordBatch]
-) -> Iterator[tuple[Record, Outgoing]]:
-    """The messages with values that are encoded while they are asked for."""
-    for (record, message), batch in zip(messages, columns, strict=True):
-        yield record, message._replace(value=memoryview(encode_pruned(batch)).cast("B"))
+class Bare(Process):
+    """A producer without Rolltape (``bare_producer.py``)."""
 
+    def __init__(self, bootstrap: str, topic: str, messages: Path) -> None:
+        """Start it."""
+        program = str(Path(__file__).with_name("bare_producer.py"))
+        super().__init__([program, bootstrap, topic, str(messages)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
-def send_bare(producer: Any, topic: str, messages: Iterable[tuple[Record, Outgoing]]) -> None:
-    """Send the same keys, values and headers, and look at every future."""
-    futures = [
-        producer.send(topic, value=message.value, key=message.key, headers=message.headers, partition=record.partition)
-        for record, message in messages
-    ]
-    for future in futures:
-        future.get(60)
+    def turn(self, side: str) -> Turn:
+        """One round of a side."""
+        (asked, told) = self.popen.stdin, self.popen.stdout
+        assert asked is not None
+        assert told is not None
+        asked.write(f"{side}\n".encode())
+        asked.flush()
+        return Turn(**json.loads(told.readline()))
 
 
 def record_and_flush(load: Load, recorder: Recorder) -> None:
@@ -195,23 +189,21 @@ def record_and_flush(load: Load, recorder: Recorder) -> None:
     recorder.flush("logged", 300)
 
 
-class Turn(NamedTuple):
-    """Median wall and CPU seconds (of this process) of a round."""
+def timed(call: Callable[[], object]) -> Turn:
+    """What a call takes in this process."""
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    call()
+    return Turn(time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
-    wall_s: float
-    cpu_s: float
 
-
-def by_turns(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Turn]:
-    """What a round of each side takes, after one round that is not counted."""
+def by_turns(sides: Mapping[str, Callable[[], Turn]], rounds: int) -> dict[str, Turn]:
+    """The medians of a round of each side, after one round that is not counted."""
     found: dict[str, list[Turn]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, call in sides.items():
-            started = Turn(time.perf_counter(), time.process_time())
-            call()
-            ended = Turn(time.perf_counter(), time.process_time())
+            turn = call()
             if number:
-                found[name].append(Turn(ended.wall_s - started.wall_s, ended.cpu_s - started.cpu_s))
+                found[name].append(turn)
     return {
         name: Turn(statistics.median(turn.wall_s for turn in turns), statistics.median(turn.cpu_s for turn in turns))
         for name, turns in found.items()
@@ -239,9 +231,9 @@ def bench_pipeline(where: Broker, folder: Path, load: Load, rounds: int) -> None
         Recorder(without, producer_id="bench", run_id="run") as over_lake,
     ):
         sides = {
-            "kafka": lambda: until_archived(load, over_kafka, pipeline, log),
-            "embedded": lambda: record_and_flush(load, over_lake),
-            "append": lambda: direct.append(tables, {"log/rollout/0": next(offsets)}),
+            "kafka": lambda: timed(lambda: until_archived(load, over_kafka, pipeline, log)),
+            "embedded": lambda: timed(lambda: record_and_flush(load, over_lake)),
+            "append": lambda: timed(lambda: direct.append(tables, {"log/rollout/0": next(offsets)})),
         }
         by_turns(sides, 0)
         before = archiver.cpu_s, committer.cpu_s

@@ -110,9 +110,9 @@ def num_records(log: EventLog) -> int:
 class Process:
     """A process of this benchmark; ends with the context."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        """Start it."""
-        self.popen = subprocess.Popen([sys.executable, *command])
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        """Start it, with options of ``Popen``."""
+        self.popen = subprocess.Popen([sys.executable, *command], **options)
         self.seen = psutil.Process(self.popen.pid)
 
     @property

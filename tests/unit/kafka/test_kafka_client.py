@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kafka.errors import CorruptRecordError
 from kafka.net.compat import KafkaNetClient
 from kafka.record import memory_records
@@ -375,6 +377,42 @@ def test_what_tls_has_decrypted_beyond_the_buffer_is_received_too() -> None:
     data, error = receiver(SimpleNamespace(_sock=ours), lambda: (b"", None))()
     assert error is None
     assert bytes(data).lstrip(b"\0") == b"abcde"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1_700_000_000_000, 1_700_000_100_000),
+            st.none() | st.binary(max_size=80),
+            st.none() | st.integers(0, 20_000).map(bytes),
+            st.lists(st.tuples(st.text(max_size=8), st.none() | st.binary(max_size=200)), max_size=3),
+        ),
+        max_size=8,
+    ),
+    st.sampled_from([DefaultRecordBatch.CODEC_NONE, DefaultRecordBatch.CODEC_GZIP]),
+)
+def test_batches_are_written_as_the_vendor_writes_them(records: list[tuple[Any, ...]], codec: int) -> None:
+    theirs, ours = (
+        make(
+            magic=2,
+            compression_type=codec,
+            is_transactional=False,
+            producer_id=7,
+            producer_epoch=1,
+            base_sequence=3,
+            batch_size=40_000,
+        )
+        for make in (DefaultRecordBatchBuilder, vars(memory_records)["DefaultRecordBatchBuilder"])
+    )
+    assert type(ours) is not DefaultRecordBatchBuilder
+    for offset, (timestamp, key, value, headers) in enumerate(records):
+        shown = None if value is None else memoryview(value)
+        expected = theirs.append(offset, timestamp, key, value, headers)
+        found = ours.append(offset, timestamp, key, shown, headers)
+        assert (found is None) == (expected is None)
+        assert found is None or (found.offset, found.size, found.timestamp) == (offset, expected.size, timestamp)
+        assert ours.size() == theirs.size()
+    assert bytes(ours.build()) == bytes(theirs.build())
 
 
 @pytest.mark.parametrize("codec", [DefaultRecordBatch.CODEC_NONE, DefaultRecordBatch.CODEC_GZIP])

@@ -74,7 +74,7 @@ class BrokerProducer:
             )
 
     def send(self, partition: Partition, key: bytes, value: Any, headers: Headers) -> Pending:
-        """Hand one record over; returns before it is sent. ``value`` is bytes or a buffer of bytes, and is copied.
+        """Hand one record over; returns before it is sent. ``value`` (bytes or a buffer of them) may not change until then.
 
         Raises:
             TopicError: there is no such topic or partition.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import ssl
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -31,8 +32,9 @@ try:
         DefaultRecord,
         DefaultRecordBatch,
         DefaultRecordBatchBuilder,
+        DefaultRecordMetadata,
     )
-    from kafka.record.util import decode_varint
+    from kafka.record.util import decode_varint, encode_varint, size_of_varint
     from kafka.structs import OffsetAndMetadata, TopicPartition
 except ImportError as error:
     # Without crc32c the client falls back to Python and moves a twentieth of the bytes: an error, not a surprise.
@@ -151,7 +153,69 @@ def _value(buffer: Any, pos: int) -> tuple[bytes | memoryview | None, int]:
     return memoryview(buffer)[start : start + size], start + size
 
 
+class _BatchBuilder(DefaultRecordBatchBuilder):  # type: ignore[misc]
+    """Keeps what records are made of and copies it once, when the batch is closed.
+
+    The vendor copies a value twice to put it into a batch, each time into memory that grows under it, and once or twice
+    more to find that a batch has no room for it.
+    """
+
+    _buffer: Any
+    _first_timestamp: int | None
+    _max_timestamp: int
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._parts: list[Any] = [bytes(self._buffer)]
+        self._size = len(self._buffer)
+
+    def append(self, offset: int, timestamp: int | None, key: Any, value: Any, headers: Any, **_: Any) -> Any:
+        """As the vendor's: https://kafka.apache.org/documentation/#record. ``value`` may not change meanwhile."""
+        timestamp = int(time.time() * 1000) if timestamp is None else timestamp
+        is_first = self._first_timestamp is None
+        first_timestamp = timestamp if self._first_timestamp is None else self._first_timestamp
+        head, tail = bytearray(1), bytearray()
+        encode_varint(timestamp - first_timestamp, head.append)
+        encode_varint(offset, head.append)
+        _put(head, key)
+        encode_varint(-1 if value is None else len(value), head.append)
+        encode_varint(len(headers), tail.append)
+        for name, found in headers:
+            _put(tail, name.encode())
+            _put(tail, found)
+        length = len(head) + len(value or b"") + len(tail)
+        needed = length + size_of_varint(length)
+        if not is_first and self._size + needed > self._batch_size:
+            return None
+        self._first_timestamp = first_timestamp
+        self._max_timestamp = timestamp if is_first else max(self._max_timestamp, timestamp)
+        self._num_records += 1
+        self._last_offset = offset
+        start = bytearray()
+        encode_varint(length, start.append)
+        self._parts += (start, head, value or b"", tail)
+        self._size += needed
+        return DefaultRecordMetadata(offset, needed, timestamp)
+
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._size
+
+    def build(self) -> Any:
+        """The batch, as the vendor makes it."""
+        self._buffer = bytearray().join(self._parts)
+        self._parts.clear()
+        return super().build()
+
+
+def _put(buffer: bytearray, value: bytes | None) -> None:
+    """Append bytes with their length before them, -1 for none."""
+    encode_varint(-1 if value is None else len(value), buffer.append)
+    buffer += value or b""
+
+
 memory_records.DefaultRecordBatch = _Batch  # pyright: ignore[reportAttributeAccessIssue]
+memory_records.DefaultRecordBatchBuilder = _BatchBuilder  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class VendorManager(KafkaConnectionManager):  # type: ignore[misc]  # the vendor ships no types
