@@ -74,7 +74,7 @@ class BrokerProducer:
             )
 
     def send(self, partition: Partition, key: bytes, value: Any, headers: Headers) -> Pending:
-        """Hand one record over; returns before it is sent. ``value`` (bytes or a buffer of them) may not change meanwhile.
+        """Hand one record over; returns before it is sent. ``value``, bytes or a buffer of them, may not change.
 
         Raises:
             TopicError: there is no such topic or partition.
