@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import traceback
 from pathlib import Path
 
 import pytest
@@ -70,12 +71,37 @@ def test_a_secret_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     assert "hush" not in str(found.value)
 
 
+@pytest.mark.parametrize("secret", ["hush?hush", "hush/hush", "hush#hush", "hush@hush", "hush:hush", "hush]hush"])
+@pytest.mark.parametrize("form", ["kafka://alice:{}@one/x", "kafka://one?{}", "kafka://one/x#{}", "kafka:alice:{}@one"])
+def test_no_form_of_a_url_has_its_secret_repeated(form: str, secret: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        KafkaConfig.from_url(form.format(secret), {})
+    assert "hush" not in "".join(traceback.format_exception(found.value)[-1:])
+
+
 def test_a_broken_file_is_not_quoted(tmp_path: Path) -> None:
     file = tmp_path / "kafka.toml"
     file.write_text('sasl_password = "hush\n')
     with pytest.raises(ConfigError, match="expected TOML") as found:
         KafkaConfig.from_url("kafka://one", {"ROLLTAPE_KAFKA_CONFIG": str(file)})
     assert "hush" not in str(found.value)
+
+
+def test_a_file_of_other_bytes_is_named_and_its_bytes_go_nowhere(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_bytes(b"hush\xff")
+    for variable in ("ROLLTAPE_KAFKA_CONFIG", "ROLLTAPE_KAFKA_SASL_PASSWORD_FILE"):
+        with pytest.raises(ConfigError, match=f"{variable}: expected a text in UTF-8") as found:
+            KafkaConfig.from_url("kafka://one", {**SASL, variable: str(file)})
+        assert found.value.__cause__ is None
+
+
+def test_an_empty_variable_leaves_the_password_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "password").write_text("hush")
+    environment = {"ROLLTAPE_KAFKA_SASL_PASSWORD": "", "ROLLTAPE_KAFKA_SASL_PASSWORD_FILE": str(tmp_path / "password")}
+    config = KafkaConfig.from_url("kafka://one", {**SASL, **environment})
+    assert config.sasl_password is not None
+    assert config.sasl_password.reveal() == "hush"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +121,18 @@ def test_a_broken_file_is_not_quoted(tmp_path: Path) -> None:
         ("kafka://one?security_protocol=TLS", {}, "security_protocol: expected one of PLAINTEXT"),
         ("kafka://one?security_protocol=SASL_SSL", {}, "sasl_mechanism: expected one of"),
         ("kafka://one?delivery_timeout_s=1", {}, "delivery_timeout_s: expected at least"),
+        ("kafka://one?delivery_timeout_s=inf", {}, "delivery_timeout_s: expected at least"),
+        ("kafka://one?request_timeout_s=nan", {}, "request_timeout_s: expected more than 0"),
+        ("kafka://one?ssl_keyfile=key.pem", {}, "ssl_certfile: expected the certificate"),
+        ("kafka://[::1/x", {}, "expected a log such as kafka://host:9092"),
+        ("kafka://:9092/x", {}, "expected host:port"),
+        ("kafka://one two/x", {}, "expected host:port"),
+        ("kafka://one?lake", {}, "options joined by '&'"),
+        (
+            "kafka://one",
+            {"ROLLTAPE_KAFKA_SECURITY_PROTOCOL": "SASL_SSL", "ROLLTAPE_KAFKA_SASL_MECHANISM": "PLAIN"},
+            "got none; set ROLLTAPE_KAFKA_SASL_USERNAME",
+        ),
         ("kafka://one", SASL, "sasl_password: expected a value"),
         ("kafka://one", {"ROLLTAPE_KAFKA_LINGER_S": "x"}, "ROLLTAPE_KAFKA_LINGER_S"),
         ("kafka://one", {"ROLLTAPE_KAFKA_CONFIG": "/nowhere/at/all"}, "a file that can be read"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import re
 import tomllib
@@ -120,14 +121,16 @@ class KafkaConfig:
                 if not getattr(self, name):
                     raise ConfigError(
                         f"{name}: expected a value for security_protocol {self.security_protocol}, got none; set "
-                        f"{ENVIRONMENT_PREFIX}{name.upper()} or {ENVIRONMENT_PREFIX}{name.upper()}_FILE"
+                        f"{_variables(name)}"
                     )
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_certfile: expected the certificate of ssl_keyfile, got none; name both")
         for name in ("max_in_flight_bytes", "claim_check_bytes", "request_timeout_s", "bootstrap_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name}: expected more than 0, got {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: expected more than 0, and a number, got {getattr(self, name)}")
         if not 0 <= self.linger_s <= 1:
             raise ConfigError(f"linger_s: expected 0 to 1 s, got {self.linger_s}")
-        if self.delivery_timeout_s < self.request_timeout_s:
+        if not self.request_timeout_s <= self.delivery_timeout_s < math.inf:
             raise ConfigError(
                 f"delivery_timeout_s: expected at least request_timeout_s ({self.request_timeout_s}), got "
                 f"{self.delivery_timeout_s}"
@@ -182,21 +185,27 @@ def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
 
 
 def _parse_url(url: str) -> tuple[tuple[str, ...], str, dict[str, str]]:
-    parts = urlsplit(url)
-    if parts.scheme != "kafka" or not parts.netloc:
+    try:
+        parts = urlsplit(url)
+        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError:
+        # What it stumbled over may be secret.
+        raise ConfigError(
+            f"expected a log such as kafka://host:9092/{DEFAULT_PREFIX}?lake=URL, its options joined by '&', got "
+            f"another form: {_without_user(url)!r}"
+        ) from None
+    if parts.scheme != "kafka" or not parts.netloc or parts.fragment:
         raise ConfigError(f"expected a log such as kafka://host:9092/{DEFAULT_PREFIX}, got {_without_user(url)!r}")
-    if "@" in parts.netloc:
+    if "@" in parts.netloc or "@" in parts.path:
         raise ConfigError(
             f"expected a Kafka URL without a user, got {_without_user(url)!r}: URLs are seen by others; set "
             f"{ENVIRONMENT_PREFIX}SASL_USERNAME and {ENVIRONMENT_PREFIX}SASL_PASSWORD (or …_FILE)"
         )
     prefix = parts.path.strip("/") or DEFAULT_PREFIX
-    options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     for name in options:
         if name in _SECRETS:
             raise ConfigError(
-                f"expected no secret in a URL, got the option {name}: URLs are seen by others; set "
-                f"{ENVIRONMENT_PREFIX}{name.upper()} or {ENVIRONMENT_PREFIX}{name.upper()}_FILE"
+                f"expected no secret in a URL, got the option {name}: URLs are seen by others; set {_variables(name)}"
             )
         if name not in _PARSERS:
             raise ConfigError(f"expected an option of a Kafka log, got {name!r}; there are {', '.join(_PARSERS)}")
@@ -204,13 +213,23 @@ def _parse_url(url: str) -> tuple[tuple[str, ...], str, dict[str, str]]:
 
 
 def _without_user(url: str) -> str:
-    """The URL for a message: what stands before ``@`` and after ``?`` may be secret."""
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.partition('?')[0].rpartition('@')[2]}"
+    """The URL for a message: what stands before ``@`` and after ``?`` or ``#`` may be secret."""
+    start = url.find("://") + 3 if "://" in url else 0
+    user, _, rest = url[start:].rpartition("@")
+    # Where one of them comes before the @, nobody knows what is the password and what the options.
+    return url[:start] + ("…" if set(user) & set("?#") else re.split("[?#]", rest)[0])
+
+
+def _variables(name: str) -> str:
+    """The environment variables that an option may come from."""
+    variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
+    return f"{variable} or {variable}_FILE" if name in _SECRETS else variable
 
 
 def _with_port(host: str) -> str:
     bare = host.rpartition("]")[2] if host.startswith("[") else host
+    if host.startswith(":") or any(character.isspace() for character in host):
+        raise ConfigError(f"expected host:port, got {host!r}")
     if ":" not in bare:
         return f"{host}:{DEFAULT_PORT}"
     port = bare.rpartition(":")[2]
@@ -223,19 +242,26 @@ def _from_file(environment: Mapping[str, str]) -> dict[str, Any]:
     name = environment.get(f"{ENVIRONMENT_PREFIX}CONFIG")
     if not name:
         return {}
+    text = _read_text(f"{ENVIRONMENT_PREFIX}CONFIG", name)
     try:
-        content = tomllib.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{ENVIRONMENT_PREFIX}CONFIG: expected a file that can be read, got {name}: {error.strerror}"
-        ) from error
-    except tomllib.TOMLDecodeError as error:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
         # The parser's message may quote the line, and the line may hold a secret.
-        raise ConfigError(f"{ENVIRONMENT_PREFIX}CONFIG: expected TOML in {name}, got a line that is not") from error
+        raise ConfigError(f"{ENVIRONMENT_PREFIX}CONFIG: expected TOML in {name}, got a line that is not") from None
     unknown = sorted(content.keys() - _PARSERS.keys())
     if unknown:
         raise ConfigError(f"{name}: expected options of a Kafka log ({', '.join(_PARSERS)}), got {', '.join(unknown)}")
     return {key: _parsed(key, str(value), f"{name}:") for key, value in content.items()}
+
+
+def _read_text(variable: str, name: str) -> str:
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{variable}: expected a file that can be read, got {name}: {error.strerror}") from error
+    except UnicodeDecodeError:
+        # The error carries all bytes of the file.
+        raise ConfigError(f"{variable}: expected a text in UTF-8, got other bytes in {name}") from None
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -244,13 +270,8 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         variable = f"{ENVIRONMENT_PREFIX}{name.upper()}"
         text = environment.get(variable)
         place = environment.get(f"{variable}_FILE") if name in _SECRETS else None
-        if text is None and place is not None:
-            try:
-                text = Path(place).read_text(encoding="utf-8").strip("\r\n")
-            except OSError as error:
-                raise ConfigError(
-                    f"{variable}_FILE: expected a file that can be read, got {place}: {error.strerror}"
-                ) from error
+        if not text and place:
+            text = _read_text(f"{variable}_FILE", place).strip("\r\n")
         if text:
             values[name] = _parsed(name, text, variable)
     return values
