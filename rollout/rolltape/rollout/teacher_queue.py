@@ -8,15 +8,18 @@ end of a step, so that a step's rollouts can all be scored before any of the nex
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final, Self
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.schema.fold import Fold, fold
 from rolltape.schema.render import arrow_schema
+
+if TYPE_CHECKING:
+    from rolltape.rollout.teachers import TeacherConfig
 
 KINDS: Final = (
     "rollout_dispatched",
@@ -70,6 +73,11 @@ class ScoringQueue:
         self._strays: list[tuple[str, pa.Table]] = []  # of rollouts whose dispatch was not read before them
         self._units: dict[UnitKey, _Unit] = {}
         self._home: dict[_Attempt, tuple[UnitKey, _Place]] = {}
+
+    @classmethod
+    def of(cls, config: TeacherConfig) -> Self:
+        """An empty one for a run."""
+        return cls(config.run_id, groups_per_step=config.groups_per_step, groups_per_unit=config.groups_per_unit)
 
     def add(self, kind: str, table: pa.Table) -> None:
         """Take in events of one kind, of any runs.
@@ -158,11 +166,19 @@ class ScoringQueue:
             return None
         return (key, *place)
 
-    def fold(self, units: Collection[UnitKey], run_started: pa.Table) -> Fold:
-        """What the events say of the rollouts of some units."""
+    def trajectories(self) -> pa.Array:
+        """Ids of the rollouts that wait."""
+        return self._ids(self._units)
+
+    def fold(self, units: Collection[UnitKey], of_run: Mapping[str, pa.Table]) -> Fold:
+        """What the events say of the rollouts of some units.
+
+        Args:
+            units: which.
+            of_run: events that no rollout owns: ``run_started``, ``dead_letter_redriven``.
+        """
         ids = self._ids(units)
-        events = {kind: self._of(kind, ids) for kind in KINDS}
-        return fold({**events, "run_started": run_started})
+        return fold({**{kind: self._of(kind, ids) for kind in KINDS}, **of_run})
 
     def forget(self, units: Iterable[UnitKey]) -> None:
         """Let go of units: they are scored, or nobody may score them."""

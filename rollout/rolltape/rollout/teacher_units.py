@@ -87,7 +87,7 @@ class UnitScorer:
             alarms: told of rollouts that nobody may score.
             alone: units that are not complete: each rollout is scored by itself.
         """
-        outcome = dict.fromkeys(_unread(folded, place) - set(alone), UNREAD)
+        outcome = dict.fromkeys(unread_units(folded, place) - set(alone), UNREAD)
         segments = _candidates(folded)
         units: dict[UnitKey, list[_Row]] = {}
         for row in self._admitted(segments, place, domains, alarms, outcome):
@@ -206,7 +206,7 @@ class UnitScorer:
         self._recorder.record_batch("teacher_scored", columns, len(missing))
 
 
-def _unread(folded: Fold, place: Places) -> set[UnitKey]:
+def unread_units(folded: Fold, place: Places) -> set[UnitKey]:
     """Units with an attempt that counts and lacks events."""
     table = folded.trajectories
     is_open = table.filter(pc.and_(table["is_current"], pc.equal(table["state"], "open")))
@@ -214,8 +214,8 @@ def _unread(folded: Fold, place: Places) -> set[UnitKey]:
     return {where[0] for where in found if where is not None}
 
 
-def _candidates(folded: Fold) -> pa.Table:
-    """Segments of ended rollouts that may be trained, with a known context and tokens, and how long they are."""
+def ended_segments(folded: Fold) -> pa.Table:
+    """Segments of ended rollouts that may be trained."""
     attempts = folded.trajectories
     usable = pc.and_(
         pc.and_(attempts["is_current"], pc.equal(attempts["state"], "ended")),
@@ -225,12 +225,14 @@ def _candidates(folded: Fold) -> pa.Table:
     wanted = set(zip(*(column.to_pylist() for column in chosen.columns), strict=True))
     segments = folded.segments
     keys = zip(segments["trajectory_id"].to_pylist(), segments["attempt"].to_pylist(), strict=True)
+    return segments.filter(pa.array([key in wanted for key in keys], pa.bool_()))
+
+
+def _candidates(folded: Fold) -> pa.Table:
+    """Segments of :func:`ended_segments` with a known context and tokens, and how long they are."""
+    segments = ended_segments(folded)
     lengths = pc.list_value_length(segments["response_token_ids"])
-    mask = pc.and_(
-        pa.array([key in wanted for key in keys], pa.bool_()),
-        pc.and_(pc.is_valid(segments["prompt_token_ids"]), pc.greater(lengths, 0)),
-    )
-    kept = segments.filter(mask)
+    kept = segments.filter(pc.and_(pc.is_valid(segments["prompt_token_ids"]), pc.greater(lengths, 0)))
     total = pc.add(pc.list_value_length(kept["prompt_token_ids"]), pc.list_value_length(kept["response_token_ids"]))
     return kept.append_column("num_tokens", total)
 

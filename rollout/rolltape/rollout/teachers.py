@@ -1,8 +1,8 @@
 """The scoring service of a run: teachers' log-probs of what the student sampled (algorithms.md §4.7 to §4.9).
 
 A process that follows the rollouts on the tape, sends each to the one teacher that its domain names, and records what
-that says of the very ids that were sampled. It keeps no state: after any crash it reads which scores the tape has, and
-adds those that are missing, to the same bits.
+that says of the very ids that were sampled. It keeps no state: after any crash it reads which scores the tape has, goes
+on with the rollouts that lack some, and adds those, to the same bits.
 
 It fails closed. A teacher of other ids is refused at the start; a rollout whose domain has no teacher, or whose teacher
 is not there, is held, with an alarm, and no other teacher stands in for it.
@@ -29,15 +29,21 @@ from rolltape.rollout.process import DONE, TERMINATED, on_sigterm, open_run_log
 from rolltape.rollout.tape import RunTape, read_to
 from rolltape.rollout.teacher_bench import TeacherBench
 from rolltape.rollout.teacher_models import TeacherRoute, check_routes
+from rolltape.rollout.teacher_past import Past, read_past
 from rolltape.rollout.teacher_queue import ScoringQueue, UnitKey
 from rolltape.rollout.teacher_units import HELD, UNREAD, UnitScorer
 from rolltape.schema.cursor import Cursor
 from rolltape.schema.errors import ConfigError
 from rolltape.schema.identity import derived_id
+from rolltape.schema.render import arrow_schema
 from rolltape.schema.validate import Limits
+from rolltape.store.lake import Lake
+from rolltape.store.location import Location
 
 _FOLLOWED: Final = ("run_started", "run_resumed", "train_step_completed", "dead_letter_redriven")
-_PAST: Final = ("teacher_routed", "teacher_scored", "alarm_raised")
+_OF_RUN: Final = ("run_started", "dead_letter_redriven")  # what the fold needs of them
+_OWN: Final = ("teacher_routed", "teacher_scored", "alarm_raised")
+_ROLLOUTS: Final = (*teacher_queue.KINDS, "problem_registered")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,16 +118,28 @@ class Alarms:
 
 
 class TeacherService:
-    """The scoring service over parts that are made elsewhere; :func:`run_teachers` makes the usual ones."""
+    """The scoring service over parts that are made elsewhere; :func:`run_teachers` makes the usual ones.
 
-    def __init__(self, config: TeacherConfig, log: EventLog, recorder: Recorder, bench: TeacherBench) -> None:
+    Args:
+        config: what it is to do.
+        log: where it reads.
+        recorder: what it writes with.
+        bench: the teachers.
+        lake: where the log is archived, so that what is scored is not read again; None: the log is read from its
+            beginning.
+    """
+
+    def __init__(
+        self, config: TeacherConfig, log: EventLog, recorder: Recorder, bench: TeacherBench, lake: Lake | None = None
+    ) -> None:
         self._config = config
         self._log = log
+        self._lake = lake
         self._recorder = recorder
         self._bench = bench
         self._alarms = Alarms(recorder)
         self._tape = RunTape(config.run_id, "actor")
-        self._run_started: list[pa.Table] = []
+        self._of_run: dict[str, pa.Table] = {kind: arrow_schema(kind).empty_table() for kind in _OF_RUN}
         self._domains: dict[str, str | None] = {}
         self._begun: dict[UnitKey, float] = {}  # when a unit that is not complete was first seen to have begun
         self._held: set[UnitKey] = set()
@@ -164,31 +182,29 @@ class TeacherService:
         self._redriven = False
         self._held.clear()
         self._begun.clear()
-        past: dict[str, list[pa.Table]] = {kind: [] for kind in _PAST}
+        past = Past() if self._lake is None else read_past(self._lake, self._config, self._of_run)
+        own: dict[str, list[pa.Table]] = {kind: [past.tables[kind]] if past.tables else [] for kind in _OWN}
 
         def keep(kind: str, table: pa.Table) -> None:
-            past[kind].append(table.filter(pc.equal(table["run_id"], self._config.run_id)))
+            own[kind].append(table.filter(pc.equal(table["run_id"], self._config.run_id)))
 
-        reader = self._log.reader(Cursor(), topics=("teacher", "control"), kinds=_PAST)
+        reader = self._log.reader(past.cursor, topics=("teacher", "control"), kinds=_OWN)
         try:
             read_to(reader, self._log.end(), ("teacher", "control"), keep)
         finally:
             reader.close()
-        for table in past["alarm_raised"]:
+        for table in own["alarm_raised"]:
             self._alarms.known(table["event_id"].to_pylist())
-        self._bench.adopt(past["teacher_routed"])
-        self._units = UnitScorer(self._config, self._recorder, self._bench, past["teacher_scored"])
+        self._bench.adopt(own["teacher_routed"])
+        self._units = UnitScorer(self._config, self._recorder, self._bench, own["teacher_scored"])
         self._bench.load_missing(self._alarms)
-        self._read_rollouts()
+        self._read_rollouts(past)
 
-    def _read_rollouts(self) -> None:
-        self._queue = ScoringQueue(
-            self._config.run_id,
-            groups_per_step=self._config.groups_per_step,
-            groups_per_unit=self._config.groups_per_unit,
-        )
-        kinds = (*teacher_queue.KINDS, "problem_registered")
-        self._rollouts = self._log.reader(Cursor(), topics=("rollout",), kinds=kinds)
+    def _read_rollouts(self, past: Past) -> None:
+        self._queue = ScoringQueue.of(self._config)
+        for kind in _ROLLOUTS if past.tables else ():
+            self._take(kind, past.tables[kind])
+        self._rollouts = self._log.reader(past.cursor, topics=("rollout",), kinds=_ROLLOUTS)
         # Nothing is scored before all is read: an attempt that ended may have been superseded since.
         read_to(self._rollouts, self._log.end(), ("rollout",), self._take)
         self._queue.settle()
@@ -197,8 +213,8 @@ class TeacherService:
 
     def _follow(self, kind: str, table: pa.Table) -> None:
         mine = table.filter(pc.equal(table["run_id"], self._config.run_id))
-        if kind == "run_started" and mine.num_rows:
-            self._run_started.append(mine)
+        if kind in self._of_run and mine.num_rows:
+            self._of_run[kind] = pa.concat_tables([self._of_run[kind], mine])
         if kind == "dead_letter_redriven":
             self._redriven |= table.num_rows > 0
         else:
@@ -248,7 +264,7 @@ class TeacherService:
         overdue = self._overdue()
         if not complete and not overdue:
             return
-        folded = self._queue.fold({*complete, *overdue}, pa.concat_tables(self._run_started))
+        folded = self._queue.fold({*complete, *overdue}, self._of_run)
         found = self._units.score(folded, self._queue.place, self._domains, self._alarms, alone=overdue)
         self._held |= {key for key, outcome in found.items() if outcome == HELD}
         waiting = self._held | {key for key, outcome in found.items() if outcome == UNREAD}
@@ -293,7 +309,8 @@ def make_service(config: TeacherConfig, log: EventLog, recorder: Recorder) -> Te
         recorder: what it writes with; made for ``config.producer_id`` and ``config.run_id``.
     """
     student = Vocabulary.of(build_tokenizer(config.model))
-    return TeacherService(config, log, recorder, TeacherBench(config, student, recorder))
+    lake = Lake.open(Location.parse(config.lake), read_only=True)
+    return TeacherService(config, log, recorder, TeacherBench(config, student, recorder), lake)
 
 
 def run_teachers(config: TeacherConfig) -> int:

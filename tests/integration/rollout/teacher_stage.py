@@ -21,6 +21,7 @@ from rolltape.rollout.teacher_models import Teacher, TeacherRoute
 from rolltape.rollout.teachers import TeacherConfig, TeacherService
 from rolltape.schema.digest import prefix_digest
 from rolltape.schema.errors import NotPublishedError
+from rolltape.store.lake import Lake
 
 from .conftest import TapeReader
 
@@ -166,13 +167,15 @@ class Rollouts:
 class Serving:
     """A scoring service in a thread."""
 
-    def __init__(self, log: EventLog, absent: set[str] | None = None, **changes: Any) -> None:
+    def __init__(
+        self, log: EventLog, absent: set[str] | None = None, *, lake: Lake | None = None, **changes: Any
+    ) -> None:
         self.config = dataclasses.replace(CONFIG, **changes)
         build_model(MODEL, 0)  # what is slow to import is imported before anybody waits
         self.absent = absent or set()
         self.recorder = Recorder(log, producer_id=self.config.producer_id, run_id="run")
         student = Vocabulary.of(build_tokenizer(MODEL))
-        self.service = TeacherService(self.config, log, self.recorder, self._bench(student))
+        self.service = TeacherService(self.config, log, self.recorder, self._bench(student), lake)
         self.teachers: dict[str, Teacher] = {}
         self.status: int | None = None
         self.error: BaseException | None = None

@@ -91,7 +91,7 @@ def test_an_abandoned_attempt_leaves_its_place_open(feeder: Feeder) -> None:
     assert feeder.queue.complete() == [(1, 0, 0)]
     assert feeder.queue.place("t0.1", 0) is None
     assert feeder.queue.place("t0.1", 1) == ((1, 0, 0), 0, 1)
-    table = feeder.queue.fold([(1, 0, 0)], feeder.started).trajectories
+    table = feeder.queue.fold([(1, 0, 0)], {"run_started": feeder.started}).trajectories
     current = table.filter(table["is_current"])
     assert current.select(["trajectory_id", "attempt"]).to_pylist() == [
         {"trajectory_id": "t0.0", "attempt": 0},
@@ -128,13 +128,16 @@ def test_a_fold_is_of_the_units_asked_for_and_forgotten_ones_are_gone(feeder: Fe
         feeder.end(group)
     feeder.flush()
     units = feeder.queue.complete()
-    folded = feeder.queue.fold(units[:2], feeder.started)
+    folded = feeder.queue.fold(units[:2], {"run_started": feeder.started})
     assert folded.trajectories["trajectory_id"].to_pylist() == ["t0.0", "t0.1", "t1.0", "t1.1"]
     assert folded.segments["response_token_ids"].to_pylist() == [[5, 6]] * 4
     feeder.queue.forget(units[:2])
     assert feeder.queue.complete() == units[2:]
     assert feeder.queue.place("t0.0", 0) is None
-    assert feeder.queue.fold(units, feeder.started).trajectories["trajectory_id"].to_pylist() == ["t2.0", "t2.1"]
+    assert feeder.queue.fold(units, {"run_started": feeder.started}).trajectories["trajectory_id"].to_pylist() == [
+        "t2.0",
+        "t2.1",
+    ]
 
 
 def test_blocks_of_groups(tape: Any) -> None:
@@ -184,7 +187,7 @@ def test_kinds_of_one_commit_may_come_in_any_order(feeder: Feeder) -> None:
             feeder.queue.add(kind, tables[kind])
     feeder.queue.settle()
     assert feeder.queue.complete() == [(1, 0, 0)]
-    folded = feeder.queue.fold([(1, 0, 0)], feeder.started)
+    folded = feeder.queue.fold([(1, 0, 0)], {"run_started": feeder.started})
     assert folded.trajectories["state"].to_pylist() == ["ended", "ended"]
     assert folded.segments["response_token_ids"].to_pylist() == [[5, 6]] * 2
 

@@ -29,8 +29,8 @@ def test_an_end_that_is_read_before_what_it_ends_keeps_its_unit_waiting(tape: An
     (unit,) = queue.complete()
     nothing = cast("Any", None)
     scorer = UnitScorer(cast("TeacherConfig", nothing), cast("Recorder", nothing), cast("TeacherBench", nothing))
-    folded = queue.fold([unit], tables["run_started"])
+    folded = queue.fold([unit], {"run_started": tables["run_started"]})
     assert scorer.score(folded, queue.place, {}, cast("Alarms", nothing)) == {unit: UNREAD}
     queue.add(late, held_back)
-    whole = queue.fold([unit], tables["run_started"])
+    whole = queue.fold([unit], {"run_started": tables["run_started"]})
     assert whole.trajectories["state"].to_pylist() == ["ended", "ended"]
