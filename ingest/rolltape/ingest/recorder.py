@@ -42,6 +42,7 @@ from rolltape.schema.validate import Limits, validate
 _RETRY_S: Final = 0.005
 _FULL_DISK_RETRY_S: Final = 0.1
 _ENCODING_S: Final = 0.002
+_LOOKS_IN_VAIN: Final = 20
 _OURS: Final = frozenset({"kind", "schema_version", "run_id", "run_epoch", "producer_id", "producer_epoch", "lane_seq"})
 _LOG: Final = logging.getLogger(__name__)
 
@@ -334,12 +335,18 @@ class Recorder:
 
     def _send_due(self) -> None:
         """The thread that sends what waited long enough, or was encoded, while nobody records anything."""
+        looks_in_vain = 0
         with self._changed:
             while not self._closed:
                 left = self._held.next_due_s()
                 is_encoding = bool(self._outbox) and not self._was_refused
+                looks_in_vain = looks_in_vain + 1 if left is None and not is_encoding else 0
+                if looks_in_vain:
+                    # Under load something is held again at once: waking this thread for it would cost more than looking.
+                    self._lingers_idly = looks_in_vain > _LOOKS_IN_VAIN
+                    self._changed.wait(None if self._lingers_idly else self._held.linger_s)
+                    continue
                 if left is None or left > 0:
-                    self._lingers_idly = left is None and not is_encoding
                     self._changed.wait(min(left or _ENCODING_S, _ENCODING_S) if is_encoding else left)
                     if self._closed or not is_encoding:
                         continue
