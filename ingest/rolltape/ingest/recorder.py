@@ -342,7 +342,7 @@ class Recorder:
                 is_encoding = bool(self._outbox) and not self._was_refused
                 looks_in_vain = looks_in_vain + 1 if left is None and not is_encoding else 0
                 if looks_in_vain:
-                    # Under load something is held again at once: waking this thread for it would cost more than looking.
+                    # Under load something is held again at once: waking this thread for it costs more than looking.
                     self._lingers_idly = looks_in_vain > _LOOKS_IN_VAIN
                     self._changed.wait(None if self._lingers_idly else self._held.linger_s)
                     continue
