@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from confluent_kafka import Producer
 from tests.servers.apache_kafka import KafkaCluster
 
 from rolltape.ingest import Recorder
 from rolltape.ingest.deadletters import accept_loss_in_log
-from rolltape.ingest.kafka.client import KafkaClient
+from rolltape.ingest.kafka.client import KafkaClient, Message
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.log import KafkaLog
 from rolltape.ingest.kafka.sink import Sink, SinkOptions
@@ -20,7 +22,13 @@ from rolltape.ingest.kafka.topics import TopicPlan, ensure_topics
 from rolltape.ingest.lanes import Lane
 from rolltape.recipes.cli import main
 from rolltape.schema.cursor import Cursor, Partition
-from rolltape.schema.errors import OffsetLostError, TopicRecreatedError
+from rolltape.schema.errors import (
+    LakeAheadError,
+    LogMismatchError,
+    LogUnreachableError,
+    OffsetLostError,
+    TopicRecreatedError,
+)
 from rolltape.store.lake import Lake
 from rolltape.store.verify import verify
 
@@ -203,6 +211,89 @@ def test_a_log_that_lost_its_end_is_read_again_and_nothing_that_it_holds_is_lost
     assert verify(lake).ok
 
 
+def grow_again(config: KafkaConfig, spool: Path, first: int, number: int) -> None:
+    """Another producer goes on where the log was cut, until it is longer than it ever was."""
+    with opened(config, None, spool) as log:
+        record(log, first, number, producer_id="q")
+
+
+def test_a_log_that_lost_its_end_and_grew_again_is_named_and_read_again(
+    apache_kafka: KafkaCluster, config: KafkaConfig, lake: Lake, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its offsets look whole; those before the lake's position hold what no sink has archived."""
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 0, 8)
+        drain(config, lake)
+    lose_end(apache_kafka, config, 5)
+    grow_again(config, tmp_path / "spool", 8, 6)
+    with opened(config, lake, tmp_path / "spool") as log:
+        assert log.end()[PLACE] == 11
+        with pytest.raises(LakeAheadError, match=r"rollout/0: expected offset 7.*lane q.*Of offsets 0 to 7.*--adopt"):
+            drain(config, lake)
+        with pytest.raises(LakeAheadError, match="--adopt rollout"):
+            trajectories(log, Cursor({PLACE: 6}))
+    arguments = ["sink", "--log", config.url, "--lake", str(lake.location), "--once"]
+    assert main(arguments) == 1
+    assert "LakeAheadError" in capsys.readouterr().err
+    assert lake.read("rollout_started").num_rows == 8
+    assert main([*arguments, "--adopt", "rollout"]) == 0
+    assert '"generation": 2' in capsys.readouterr().out
+    # Adopted once, it is as any other log.
+    assert main([*arguments, "--adopt", "rollout"]) == 0
+    assert '"generation": 2' in capsys.readouterr().out
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 14, 2, producer_id="q")
+        live = trajectories(log, Cursor({PLACE: 6}))
+        drain(config, lake)
+        assert trajectories(log, Cursor({PLACE: 6})) == live == [f"t{number}" for number in range(6, 16)]
+    rows = lake.read("rollout_started")
+    assert rows["trajectory_id"].to_pylist() == [f"t{number}" for number in range(16)]
+    # Five records of the cut log came again, and are no rows.
+    assert rows["log_offset"].to_pylist() == [*range(8), *range(13, 21)]
+    assert verify(lake).ok
+
+
+def test_who_reads_while_a_log_is_cut_and_grows_again_hears_of_it(
+    apache_kafka: KafkaCluster, config: KafkaConfig, lake: Lake, tmp_path: Path
+) -> None:
+    """A sink that stood at its end and a reader: neither asked for anything while the log was shorter."""
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 0, 8)
+        with contextlib.closing(Sink(config, Lake.open(lake.location), options=QUICK, alone=True)) as sink:
+            sink.drain(60)
+            with contextlib.closing(log.reader(Cursor(), topics=["rollout"])) as reader:
+                while reader.cursor[PLACE] < 8:
+                    reader.poll(1.0)
+                lose_end(apache_kafka, config, 5)
+                grow_again(config, tmp_path / "spool", 8, 6)
+                for read_on in (sink.run_once, lambda: reader.poll(0.5)):
+                    with pytest.raises(LogMismatchError):
+                        read_until_it_fails(read_on)
+    assert lake.read("rollout_started")["trajectory_id"].to_pylist() == [f"t{number}" for number in range(8)]
+
+
+def read_until_it_fails(read_on: Callable[[], object]) -> None:
+    """The broker was away: what passes by itself is waited out, as whoever runs a sink or a trainer does."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(LogUnreachableError):
+            read_on()
+
+
+def test_retention_that_took_what_lies_before_the_position_is_no_loss(
+    apache_kafka: KafkaCluster, config: KafkaConfig, lake: Lake, tmp_path: Path
+) -> None:
+    with opened(config, lake, tmp_path / "spool") as log:
+        record(log, 0, 6)
+        drain(config, lake)
+        delete_before(apache_kafka, config, 6, tmp_path)
+        drain(config, lake)
+        record(log, 6, 2)
+        drain(config, lake)
+        assert trajectories(log, Cursor({PLACE: 4})) == ["t4", "t5", "t6", "t7"]
+    assert lake.read("rollout_started").num_rows == 8
+
+
 def make_topics_again(config: KafkaConfig) -> None:
     """The brokers take a moment to forget a topic."""
     for _ in range(50):
@@ -211,3 +302,28 @@ def make_topics_again(config: KafkaConfig) -> None:
             if admin.describe(["rollout"])["rollout"] is not None:
                 return
     raise AssertionError("the topic was not created anew")
+
+
+def test_a_wrong_clock_of_a_producer_neither_ages_its_records_nor_has_them_refused(
+    config: KafkaConfig, apache_kafka: KafkaCluster
+) -> None:
+    producer = Producer({"bootstrap.servers": apache_kafka.bootstrap, "log_level": 2})
+    failed: list[str] = []
+    day_ms, now_ms = 24 * 3_600_000, int(time.time() * 1000)
+    for days in (-30, 2):
+        # Retention would delete the first at once; brokers refuse times an hour ahead of theirs.
+        producer.produce(
+            config.broker_topic("rollout"),
+            b"x",
+            timestamp=now_ms + days * day_ms,
+            on_delivery=lambda error, _: failed.extend([str(error)] if error else []),
+        )
+    assert producer.flush(30) == 0
+    assert not failed
+    with contextlib.closing(KafkaClient(config).consumer()) as consumer:
+        consumer.assign([PLACE])
+        consumer.seek(PLACE, 0)
+        messages: list[Message] = []
+        while len(messages) < 2:
+            messages += consumer.poll(5.0).get(PLACE, [])
+    assert all(abs(message.timestamp_ms - now_ms) < day_ms for message in messages)

@@ -73,12 +73,22 @@ def test_copies_suit_the_cluster(num_brokers: int, copies: int, in_sync: int) ->
     assert (settled.replication, settled.min_insync_replicas) == (copies, in_sync)
 
 
+def test_more_acknowledgements_than_copies_are_refused_before_a_topic_is_made(admin: BrokerAdmin) -> None:
+    with pytest.raises(ConfigError, match="min_insync_replicas: expected at most the 1 copies of topic rollout, got 2"):
+        ensure_topics(admin, TopicPlan.of(replication=1, min_insync_replicas=2), create=True)
+    assert set(admin.describe(ALL_TOPICS).values()) == {None}
+
+
 @pytest.mark.parametrize(
     ("asked", "named"),
     [
         ({"partitions": {"rollouts": 1}}, "rollouts"),
         ({"partitions": {"rollout": 0}}, "1 or more"),
         ({"partitions": {"policy-versions": 2}}, "1 of policy-versions"),
+        ({"retention_hours": 0.0}, "retention_hours: expected hours above 0, or -1"),
+        ({"retention_hours": float("nan")}, "retention_hours: expected hours above 0, or -1"),
+        ({"max_message_bytes": 0}, "max_message_bytes: expected 1 or more"),
+        ({"replication": -1}, "replication: expected 1 or more"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(asked: Any, named: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,11 +64,19 @@ class TopicConfig:
     exact: frozenset[str] = frozenset()
 
     def settled(self, num_brokers: int) -> TopicConfig:
-        """With the numbers that depend on the size of the cluster."""
+        """With the numbers that depend on the size of the cluster.
+
+        Raises:
+            ConfigError: more copies are to acknowledge a record than there are.
+        """
         replication = self.replication or min(_REPLICATION, max(1, num_brokers))
-        return replace(
-            self, replication=replication, min_insync_replicas=self.min_insync_replicas or max(1, replication - 1)
-        )
+        in_sync = self.min_insync_replicas or max(1, replication - 1)
+        if in_sync > replication:
+            raise ConfigError(
+                f"min_insync_replicas: expected at most the {replication} copies of topic {self.name}, got {in_sync}: "
+                "no record would ever be acknowledged; ask for fewer, or for more copies"
+            )
+        return replace(self, replication=replication, min_insync_replicas=in_sync)
 
     def settings(self) -> dict[str, str]:
         """The brokers' names of the settings that we rely on, with our values."""
@@ -75,6 +84,9 @@ class TopicConfig:
             "cleanup.policy": self.cleanup_policy,
             "max.message.bytes": str(self.max_message_bytes),
             "min.insync.replicas": str(self.min_insync_replicas),
+            # Retention and age go by the brokers' clocks. By a producer's, one that is days behind has what was
+            # acknowledged deleted at once, and one that is an hour ahead is refused.
+            "message.timestamp.type": "LogAppendTime",
         }
         if self.cleanup_policy == "delete":
             hours = self.retention_hours
@@ -130,6 +142,14 @@ class TopicPlan:
             "replication": replication,
         }
         common = {name: value for name, value in chosen.items() if value is not None}
+        if not common.get("retention_hours", 1) or not math.isfinite(common.get("retention_hours", 1)):
+            raise ConfigError(
+                f"retention_hours: expected hours above 0, or -1 for ever, got {retention_hours}: records would go "
+                "before a sink reads them"
+            )
+        for name in ("max_message_bytes", "min_insync_replicas", "replication"):
+            if common.get(name, 1) < 1:
+                raise ConfigError(f"{name}: expected 1 or more, got {common[name]}")
         asked = frozenset(_SETTING_OF[name] for name in common)
         return cls(
             topics=tuple(
