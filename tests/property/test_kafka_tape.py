@@ -13,6 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolltape.ingest.archive import Archive
+from rolltape.ingest.kafka.client import Message, TopicInfo
+from rolltape.ingest.kafka.positions import LogIdentity
+from rolltape.ingest.kafka.seam import Seam
+from rolltape.ingest.kafka.wire import to_message
 from rolltape.ingest.lanes import Lane, log_app_id
 from rolltape.ingest.losses import loss_letter
 from rolltape.ingest.memory import MemoryTarget
@@ -236,6 +240,28 @@ def test_a_reader_delivers_what_the_lake_holds(
     archive.commit()
     delivered = content(lake, cursor, slice(0, version)) + content(target, cursor)
     assert sorted(delivered) == content(lake, cursor)
+
+
+IDENTITY = LogIdentity("kafka://broker:9092/runs", "cluster", {"rollout": TopicInfo("rollout", "topic", 1, 1, {})})
+
+
+def message_of(item: Item) -> Message:
+    key, value, headers = (b"key", b"?", []) if item.record is None else to_message(item.record)
+    return Message(PLACE, item.offset, key, value, headers, 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(log=logs(), steps=STEPS, max_parked_bytes=st.sampled_from((0, 3_000, UNBOUNDED)))
+def test_all_that_lies_before_a_position_of_the_lake_is_accounted_for(
+    log: list[Item], steps: list[str], max_parked_bytes: int
+) -> None:
+    """In every version, so whoever goes on at it meets no stranger: poison, repeats, gaps and losses are none."""
+    for transactions in archive_with_crashes(log, steps, max_parked_bytes).versions:
+        seam = Seam(IDENTITY, transactions)
+        for item in log:
+            if item.offset <= transactions.get(log_app_id(PLACE), -1):
+                assert seam.read_from(PLACE, 0, item.offset + 1) == item.offset
+                assert seam.passed(PLACE, [message_of(item)]) == []
 
 
 @settings(max_examples=20, deadline=None)

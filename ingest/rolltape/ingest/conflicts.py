@@ -2,6 +2,10 @@
 
 Whoever starts takes the newest committed events into its window. What left it is found by the full scan of ``rolltape
 verify``.
+
+Which content counts, what is archived says: a row is never taken back. Partitions have no order among each other, so
+between two of them it is the one that was read first. Both are kept either way: as a row and a dead letter, or as two
+rows, where two sinks archived them at once.
 """
 
 from __future__ import annotations

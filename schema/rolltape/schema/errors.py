@@ -183,7 +183,7 @@ class OffsetLostError(LogMismatchError):
 
 
 class LakeAheadError(LogMismatchError):
-    """The lake holds offsets that the log does not have: the log lost its end, or is another one."""
+    """The lake holds offsets that the log does not have, or fills otherwise: it lost its end, or is another one."""
 
 
 class ProducerFencedError(RolltapeError, RuntimeError):

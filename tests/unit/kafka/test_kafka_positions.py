@@ -135,6 +135,17 @@ def test_a_log_that_lost_its_end_is_read_again_and_goes_on_behind_the_lake(tmp_p
     assert identity().start(lake.snapshot().transactions, PLACE, begin, 61) == 61
 
 
+def test_a_partition_that_grew_again_is_read_again_and_no_other_of_its_topic(tmp_path: Path) -> None:
+    lake = lake_with(tmp_path, {**FED, log_app_id(OTHER): 9})
+    ends = {OTHER: 30, PLACE: 130}
+    assert adopt(lake, identity(), "rollout", {OTHER: 0, PLACE: 20}, ends, {PLACE}) == 2
+    transactions = lake.snapshot().transactions
+    assert identity().start(transactions, PLACE, 20, 130) == 20
+    assert identity().start(transactions, OTHER, 0, 30) == 10
+    assert identity().base(transactions, PLACE) == 80
+    assert identity().position(transactions, PLACE) == 20
+
+
 def test_another_cluster_is_adopted_too(tmp_path: Path) -> None:
     lake, other = lake_with(tmp_path, FED), identity("cluster-b", "topic-9")
     assert adopt(lake, other, "rollout", BEGINS, {OTHER: 3, PLACE: 3}) == 2

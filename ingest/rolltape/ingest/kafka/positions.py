@@ -125,6 +125,14 @@ class LogIdentity:
             f"name, {topic_id}, at {self.url}: it was deleted and created anew; archived so far: {at_stake}; {way_out}"
         )
 
+    def base(self, transactions: Mapping[str, int], partition: Partition) -> int:
+        """What is added to the brokers' offsets of a partition to get the lake's."""
+        return transactions.get(base_app_id(partition, self.topics[partition.topic].topic_id), 0)
+
+    def position(self, transactions: Mapping[str, int], partition: Partition) -> int:
+        """The broker's offset of the first record of a partition that is not archived."""
+        return transactions.get(log_app_id(partition), NOTHING) + 1 - self.base(transactions, partition)
+
     def start(self, transactions: Mapping[str, int], partition: Partition, begin: int, end: int) -> int:
         """The broker's offset at which to go on reading a partition that holds ``begin`` to ``end`` - 1.
 
@@ -132,10 +140,7 @@ class LogIdentity:
             OffsetLostError: records after the last archived one are gone.
             LakeAheadError: the lake holds offsets that the log does not have.
         """
-        topic_id = self.topics[partition.topic].topic_id
-        base = transactions.get(base_app_id(partition, topic_id), 0)
-        archived = transactions.get(log_app_id(partition), NOTHING)
-        position = archived + 1 - base
+        position = self.position(transactions, partition)
         if begin > position:
             raise OffsetLostError(
                 f"{partition}: expected the log to hold offset {position}, the first that is not archived, got {begin} "
@@ -175,14 +180,21 @@ def _archived(transactions: Mapping[str, int], topic: str) -> str:
 
 
 def adopt(
-    lake: Lake, identity: LogIdentity, topic: str, begins: Mapping[Partition, int], ends: Mapping[Partition, int]
+    lake: Lake,
+    identity: LogIdentity,
+    topic: str,
+    begins: Mapping[Partition, int],
+    ends: Mapping[Partition, int],
+    regrown: Collection[Partition] = (),
 ) -> int:
     """Take a topic as it is now for the next generation; returns its number (unchanged where nothing is amiss).
 
-    ``begins`` and ``ends`` are the brokers' oldest and next offsets. Lake offsets of a partition go on after its last
-    archived one. A topic that was created anew is read from its beginning. So is a partition that lost its end, because
-    nobody knows where it was cut before others were written there: lanes say what is archived already. (Messages that
-    are no records of ours have no lane; those that it still holds become dead letters once more.)
+    ``begins`` and ``ends`` are the brokers' oldest and next offsets; ``regrown`` are the partitions that lost their end
+    and grew again beyond the lake's position (see :func:`rolltape.ingest.kafka.seam.regrown`). Lake offsets of a
+    partition go on after its last archived one. A topic that was created anew is read from its beginning. So is a
+    partition that lost its end, because nobody knows where it was cut before others were written there: lanes say what
+    is archived already. (Messages that are no records of ours have no lane; those that it still holds become dead
+    letters once more.)
 
     Raises:
         ConfigError: no such topic.
@@ -204,7 +216,7 @@ def adopt(
         next_offset, base = transactions.get(log_app_id(partition), NOTHING) + 1, transactions.get(app_id, 0)
         if not is_same and next_offset > base:
             bases[app_id] = next_offset
-        elif is_same and next_offset - base > ends[partition]:
+        elif is_same and (next_offset - base > ends[partition] or partition in regrown):
             bases[app_id] = next_offset - begins[partition]
     if is_same and not bases:
         return known.number
@@ -225,11 +237,10 @@ def skip_lost(lake: Lake, identity: LogIdentity, partition: Partition, begins: M
         raise ConfigError(f"expected a partition such as rollout/0 of {', '.join(identity.topics)}, got {partition}")
     transactions, begin = lake.snapshot().transactions, begins[partition]
     app_id, number = identity.generation(transactions, partition.topic)
-    base = transactions.get(base_app_id(partition, identity.topics[partition.topic].topic_id), 0)
-    position = transactions.get(log_app_id(partition), NOTHING) + 1 - base
+    position = identity.position(transactions, partition)
     if begin <= position:
         return 0
-    moved = {log_app_id(partition): begin + base - 1}
+    moved = {log_app_id(partition): begin + identity.base(transactions, partition) - 1}
     if transactions.get(app_id) != number:
         moved[app_id] = number
     lake.append({}, moved, {name: transactions.get(name) for name in moved})

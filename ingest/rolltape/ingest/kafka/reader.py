@@ -22,6 +22,7 @@ from rolltape.ingest.kafka.catchup import Portion, catch_up
 from rolltape.ingest.kafka.client import BrokerConsumer, Message
 from rolltape.ingest.kafka.feed import feed
 from rolltape.ingest.kafka.positions import LogIdentity, check_topics, log_bases
+from rolltape.ingest.kafka.seam import Seam
 from rolltape.ingest.lake_target import LakeTarget
 from rolltape.ingest.recent_events import recent_event_ids
 from rolltape.schema.cursor import Cursor, Partition
@@ -167,6 +168,7 @@ class KafkaReader:
         places = self._identity.partitions()
         self._consumer.assign(places)
         begins, ends = self._consumer.begin_offsets(places), self._consumer.end_offsets(places)
+        self._seam = Seam(self._identity, snapshot.transactions)
         for place in places:
             begin = begins[place]
             if self._lake is None and begin > 0:
@@ -174,7 +176,8 @@ class KafkaReader:
                 self._archive.begin_lanes_late(place)
                 self._consumer.seek(place, begin)
                 continue
-            self._consumer.seek(place, self._identity.start(snapshot.transactions, place, begin, ends[place]))
+            start = self._identity.start(snapshot.transactions, place, begin, ends[place])
+            self._consumer.seek(place, self._seam.read_from(place, begin, start))
 
     def _next(self, timeout_s: float) -> list[Delivery]:
         if self._must_begin:
@@ -221,6 +224,7 @@ class KafkaReader:
 
     def _take(self, partition: Partition, messages: Sequence[Message]) -> None:
         assert self._consumer is not None
+        messages = self._seam.passed(partition, messages)
         for fed in feed(self._archive, partition, messages, self._bases, self._log.blobs):
             if fed.seek_to is not None:
                 self._consumer.seek(partition, fed.seek_to)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Final, Self
 
 from rolltape.ingest.archive import Archive
@@ -25,6 +25,7 @@ from rolltape.ingest.kafka.metrics import SinkMetrics
 from rolltape.ingest.kafka.positions import check_topics, identify, log_bases
 from rolltape.ingest.kafka.reader import SINK_ID
 from rolltape.ingest.kafka.retention import BlobRetention
+from rolltape.ingest.kafka.seam import Seam
 from rolltape.ingest.kafka.sink_options import SinkOptions
 from rolltape.ingest.kafka.target import MeasuredTarget
 from rolltape.ingest.kafka.watch import Watch
@@ -96,6 +97,7 @@ class Sink:
             self._target, limits=limits, archiver_id=SINK_ID, max_parked_bytes=self.options.max_parked_bytes
         )
         self._bases: Mapping[Partition, int] = {}
+        self._seam = Seam(self._identity, {})
         group = None if alone else f"{config.prefix}.sink"
         alarms = GapAlarms(self._client, self._identity.topics, self.options.alarm_after_s)
         self._watch = Watch(self.metrics, alarms, group, self.options.status_s)
@@ -191,8 +193,9 @@ class Sink:
         starts = {
             place: self._identity.start(transactions, place, begins[place], ends[place]) for place in sorted(places)
         }
+        self._seam = Seam(self._identity, transactions)
         for place, start in starts.items():
-            self._consumer.seek(place, start)
+            self._consumer.seek(place, self._seam.read_from(place, begins[place], start))
         for app_id, number in generations.items():
             self._archive.stage_transaction(app_id, number)
         self.commit()
@@ -223,8 +226,9 @@ class Sink:
             self.metrics.maintain(act, number)
         give_back()
 
-    def _take(self, partition: Partition, messages: list[Message]) -> None:
+    def _take(self, partition: Partition, messages: Sequence[Message]) -> None:
         self._last_record_s = time.monotonic()
+        messages = self._seam.passed(partition, messages)
         for fed in feed(self._archive, partition, messages, self._bases, self._blobs):
             self.metrics.record(partition.topic, fed.outcome.value, fed.num_bytes)
             self._watch.lag.read(partition, fed.timestamp_ms)

@@ -106,8 +106,7 @@ def from_message(message: Message, blobs: Blobs | None) -> Record | Foreign | Un
         StoreError, OSError: the store did not answer; the message is as good as before.
     """
     try:
-        record = _record(message, Headers.from_pairs(_pairs(message)))
-        claim = claim_of(message.headers)
+        record, claim = _read(message)
     except CodecError as error:
         return Foreign(
             partition=message.partition,
@@ -120,6 +119,19 @@ def from_message(message: Message, blobs: Blobs | None) -> Record | Foreign | Un
         detail = "damaged on its producer's disk: the checksum of its spooled frame did not hold"
         return Unresolved(record=record, offset=message.offset, reason=TRUNCATED_PAYLOAD, detail=detail)
     return record if claim is None else _resolved(record, message.offset, claim, blobs)
+
+
+def headers_of(message: Message) -> Headers | None:
+    """Headers of a record of ours, whatever its payload is; None for any other message."""
+    try:
+        return _read(message)[0].headers
+    except CodecError:
+        return None
+
+
+def _read(message: Message) -> tuple[Record, tuple[str, int] | None]:
+    """The record that a message carries or claims, and the claim."""
+    return _record(message, Headers.from_pairs(_pairs(message))), claim_of(message.headers)
 
 
 def _pairs(message: Message) -> Any:

@@ -78,11 +78,13 @@ def _take_ways_out(options: argparse.Namespace, config: KafkaConfig, lake: Lake)
         return
     from rolltape.ingest.kafka.client import connect
     from rolltape.ingest.kafka.positions import adopt, look_at, parse_partition, skip_lost
+    from rolltape.ingest.kafka.seam import regrown
 
     client = connect(config)
     identity, begins, ends = look_at(client)
     for topic in options.adopt:
-        _print({"adopted": topic, "generation": adopt(lake, identity, topic, begins, ends)})
+        others = regrown(client, identity, lake.snapshot().transactions, topic)
+        _print({"adopted": topic, "generation": adopt(lake, identity, topic, begins, ends, others)})
     for partition in map(parse_partition, options.skip_lost):
         num_lost = skip_lost(lake, identity, partition, begins)
         _print({"skipped": str(partition), "num_offsets": num_lost})
