@@ -41,7 +41,10 @@ _TOLD: Final[Mapping[str, tuple[str, ...] | None]] = {
 """Beside the rollouts: what of each kind is read, None for all."""
 
 _IDENTITY: Final = frozenset(
-    ("run_id", "run_epoch", "trajectory_id", "attempt", "event_index", "group_id", "problem_id", "log_offset")
+    (
+        *("event_id", "run_id", "run_epoch", "trajectory_id", "attempt", "event_index"),
+        *("group_id", "problem_id", "log_offset"),
+    )
 )
 _FATE: Final = frozenset(
     (
@@ -142,10 +145,9 @@ class _Reading:
 
 
 def identity_columns(kind: str) -> tuple[str, ...]:
-    """Of what the fold reads of a kind, whose its events are and what became of the rollout: no lists."""
+    """Of what the fold reads of a kind: whose its events are, and what became of the rollout; no lists."""
     told = [name for name in FOLDED_COLUMNS[kind] if name in _IDENTITY or name.rpartition(".")[2] in _FATE]
-    named = ("event_id",) if kind == "dead_letter" else ()  # a redrive names it
-    return (*told, *named, "log_topic", "log_partition")
+    return (*told, "log_topic", "log_partition")
 
 
 def _lacking_units(queue: ScoringQueue, folded: Fold, scored: pa.Table, idle: Collection[str]) -> set[UnitKey]:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -34,6 +39,24 @@ ROUTES = (
 )
 SEEDS = {"teacher-up": 11, "teacher-down": 12}
 CONFIG = TeacherConfig(lake="memory://", run_id="run", routes=ROUTES, poll_s=0.02, retry_s=0.05, group_wait_s=60.0)
+
+SERVICE = """
+import sys
+from rolltape.rollout.teacher_models import TeacherRoute
+from rolltape.rollout.teachers import TeacherConfig, run_teachers
+lake, log, up, down, shuffled = sys.argv[1:]
+sys.exit(run_teachers(TeacherConfig(
+    lake=lake, log=log, run_id="run", poll_s=0.02, token_budget=64, shuffle_scores=shuffled == "shuffled",
+    groups_per_step=4, group_size=4, rollouts_per_unit=8,
+    routes=(
+        TeacherRoute(domain="up", lake=up, run="up"),
+        TeacherRoute(domain="down", lake=down, run="down", version="1", teacher_id="down"),
+    ),
+)))
+"""
+
+Scores = dict[tuple[str, int, int], tuple[str, str, bytes]]
+"""(trajectory, attempt, segment) → teacher, digest of its weights, bits of its log-probs."""
 
 
 def made_teacher(seed: int, temperature: float = 1.0) -> Teacher:
@@ -154,6 +177,21 @@ class Rollouts:
     def scores(self) -> list[dict[str, Any]]:
         return self.tape.rows("teacher_scored")
 
+    def scored(self) -> Scores:
+        """What the tape has of each segment, none of which may be there twice."""
+        found: Scores = {}
+        for row in self.scores():
+            key = (row["trajectory_id"], row["attempt"], row["segment_index"])
+            assert key not in found, f"{key} was scored twice"
+            bits = np.array(row["log_probs"], np.float32).tobytes()
+            found[key] = (row["teacher_id"], row["weights_digest"], bits)
+        return found
+
+    def roll(self, ordinals: Iterable[int], size: int) -> None:
+        """Groups of step 1, of both domains."""
+        for ordinal in ordinals:
+            self.group("p-up" if ordinal % 3 else "p-down", ordinal=ordinal, size=size)
+
     def alarms(self) -> list[tuple[str, str]]:
         return [(row["alarm"], row["detail"]) for row in self.tape.rows("alarm_raised")]
 
@@ -207,3 +245,33 @@ class Serving:
     def stop(self) -> None:
         self.service.stop()
         self.join()
+
+
+class ServiceProcess:
+    """A scoring service with teachers out of two lakes, as a process that may be killed."""
+
+    def __init__(
+        self, folder: Path, lake: str, teachers: tuple[str, str], kind: str = "straight", *, log: str = ""
+    ) -> None:
+        self._output = folder / "service.log"
+        self._arguments = [lake, log, *teachers, kind]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._output.open("ab") as output:
+            command = [sys.executable, "-c", SERVICE, *self._arguments]
+            self._process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGKILL)
+        assert self._process.wait(30) == -signal.SIGKILL
+
+    def wait_for_end(self) -> None:
+        assert self._process is not None
+        assert self._process.wait(60) == 0, self._output.read_text()
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
