@@ -21,16 +21,17 @@ from rolltape.ingest.deadletters import accept_loss_in_log
 from rolltape.ingest.kafka.client import BrokerProducer
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.log import KafkaLog
-from rolltape.ingest.kafka.positions import identify
+from rolltape.ingest.kafka.positions import generation_app_id, identify
 from rolltape.ingest.kafka.retention import BlobRetention, oldest_unarchived_s
 from rolltape.ingest.kafka.sink import Sink, SinkOptions
 from rolltape.ingest.kafka.topics import TopicPlan, ensure_topics
-from rolltape.ingest.kafka.wire import to_message
-from rolltape.ingest.lanes import Lane
+from rolltape.ingest.kafka.wire import to_claim, to_message
+from rolltape.ingest.lanes import Lane, log_app_id
 from rolltape.recipes.cli import main
 from rolltape.schema.cursor import Cursor, Partition
-from rolltape.schema.errors import CommitterFencedError, LogMismatchError
+from rolltape.schema.errors import CommitterFencedError, LakeAheadError, LogMismatchError
 from rolltape.store.lake import Lake
+from rolltape.store.maintenance import checkpoint, clean_logs, compact
 from rolltape.store.verify import verify
 
 QUICK = SinkOptions(linger_s=0.02, status_s=0.2, alarm_after_s=0.1, maintenance=False)
@@ -324,6 +325,63 @@ def test_a_sink_that_is_stopped_commits_what_it_read(config: KafkaConfig, lake: 
             _wait(lambda: sum(_read(sink)) > 0 and not lake.read("rollout_started").num_rows)
             time.sleep(0.5)
     assert lake.read("rollout_started").num_rows == 30
+
+
+def test_whatever_lies_before_the_position_a_sink_that_starts_again_takes_it_for_its_own(
+    config: KafkaConfig, lake: Lake, log: KafkaLog, raw: BrokerProducer
+) -> None:
+    """Poison, a claim that is gone, a repeat, what waits behind a gap, a stranger: all of it is archived."""
+    place = Partition("rollout", 0)
+    with contextlib.closing(log.producer("by-hand")) as producer:
+        made = [_record(producer.producer_id, producer.epoch, number) for number in range(5)]
+    pairs = [item.headers.to_pairs() for item in made]
+    messages = [
+        to_message(made[0]),
+        (b"key", b"these are no events", pairs[1]),
+        to_claim(made[2], pairs[2], "0" * 64, 10),
+        to_message(made[0]),
+        (b"key", b"{}", []),
+        to_message(made[4]),
+        to_message(made[3]),
+    ]
+    for number, message in enumerate(messages):
+        raw.send(place, *message)
+        raw.flush(10)
+        drain(config, lake)
+        if number % 3 == 0:
+            # What looks after the lake leaves what the positions are judged by.
+            compact(lake)
+            checkpoint(lake)
+            clean_logs(lake, safe_age_s=0)
+        assert len(rows(log)) == sum(lake.read(kind).num_rows for kind in ("rollout_started", "dead_letter"))
+    assert lake.read("rollout_started")["event_id"].to_pylist() == ["by-hand-0", "by-hand-3", "by-hand-4"]
+    assert lake.snapshot().cursor[place] == len(messages)
+
+
+def test_a_record_before_the_position_that_was_never_archived_stops_sinks_and_readers(
+    config: KafkaConfig, lake: Lake, log: KafkaLog, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lake fed from the same topic before it lost what is archived and was filled again by others."""
+    place = Partition("rollout", 1)
+    with contextlib.closing(log.producer("by-hand")) as producer:
+        for number in range(4):
+            producer.send(replace(_record(producer.producer_id, producer.epoch, number), partition=place.partition))
+        producer.flush("logged", 10)
+    fed = {generation_app_id(log.cluster_id, "rollout", log.topic("rollout").topic_id): 1, log_app_id(place): 2}
+    lake.append({}, fed)
+    with pytest.raises(LakeAheadError, match=r"rollout/1: expected offset 2.*by-hand.*has nothing.*--adopt rollout"):
+        drain(config, lake)
+    with pytest.raises(LakeAheadError, match="--adopt rollout"):
+        rows(log)
+    arguments = ["sink", "--log", config.url, "--lake", str(lake.location), "--once", "--adopt", "rollout"]
+    assert main(arguments) == 0
+    assert '"generation": 2' in capsys.readouterr().out
+    assert lake.read("rollout_started")["log_offset"].to_pylist() == [3, 4, 5, 6]
+
+
+def drain(config: KafkaConfig, lake: Lake) -> None:
+    with contextlib.closing(Sink(config, Lake.open(lake.location), options=QUICK, alone=True)) as sink:
+        sink.drain(30)
 
 
 def _read(sink: Sink) -> list[float]:
