@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -27,12 +26,16 @@ class Lag:
 
     def read(self, partition: Partition, timestamp_ms: int) -> None:
         """A record was read."""
-        self._oldest_ms.setdefault(partition, timestamp_ms)
+        if partition not in self._oldest_ms:
+            self._oldest_ms[partition] = timestamp_ms
+            self._metrics.waits(partition, timestamp_ms)
         self._newest_ms[partition] = timestamp_ms
 
     def committed(self) -> None:
         """What was read is archived; what comes next is younger than the last of it."""
         self._oldest_ms = dict(self._newest_ms)
+        for partition, time_ms in self._oldest_ms.items():
+            self._metrics.waits(partition, time_ms)
 
     def report(
         self,
@@ -41,11 +44,12 @@ class Lag:
         waiting_ms: Mapping[Partition, int] = MappingProxyType({}),
     ) -> None:
         """Set lag and age of each partition: its next offset to archive, its end, and since when a record waits."""
-        now_ms = time.time() * 1000
         for partition, offset in archived.items():
             lag = max(ends[partition] - offset, 0)
             if not lag:
                 self._oldest_ms.pop(partition, None)
             known = [times[partition] for times in (self._oldest_ms, waiting_ms) if partition in times]
-            age_s = max(now_ms - min(known), 0.0) / 1000 if lag and known else 0.0
-            self._metrics.standing(partition, lag=lag, age_s=age_s)
+            self._metrics.lag(partition, lag)
+            # Of what waits and was not read yet nothing better is known than before.
+            if known or not lag:
+                self._metrics.waits(partition, min(known) if lag else None)

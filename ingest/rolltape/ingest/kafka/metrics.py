@@ -6,7 +6,9 @@ Gauges of lag and age are there from the first moment of an assignment, as 0 whe
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,6 +58,7 @@ class SinkMetrics:
         for reason in DEAD_LETTER_REASONS:
             self._letters.labels(reason)
         self._of_record: dict[tuple[str, str], tuple[prometheus.Counter, prometheus.Counter]] = {}
+        self._oldest_ms: dict[Partition, int | None] = {}
         self._assigned: set[Partition] = set()
         self._server: tuple[Any, Any] | None = None
 
@@ -128,16 +131,29 @@ class SinkMetrics:
             for topic_outcome in OUTCOMES:
                 self._records.labels(partition.topic, topic_outcome)
             self._bytes.labels(partition.topic)
-            self.standing(partition, lag=0, age_s=0.0)
+            self._oldest_ms[partition] = None
+            age = self._age.labels(partition.topic, str(partition.partition))
+            age.set_function(partial(self._age_s, partition))
+            self.lag(partition, 0)
         self._assigned = set(partitions)
         self._partitions.set(len(self._assigned))
 
     # How it stands.
 
-    def standing(self, partition: Partition, *, lag: int, age_s: float) -> None:
+    def lag(self, partition: Partition, num_offsets: int) -> None:
         """How far a partition is behind."""
-        self._lag.labels(partition.topic, str(partition.partition)).set(lag)
-        self._age.labels(partition.topic, str(partition.partition)).set(age_s)
+        self._lag.labels(partition.topic, str(partition.partition)).set(num_offsets)
+
+    def waits(self, partition: Partition, oldest_ms: int | None) -> None:
+        """The log's time of the oldest record of a partition that is not archived; None where none is known.
+
+        Its age is what it is when it is asked for: it grows while a sink waits for the lake and reports nothing.
+        """
+        self._oldest_ms[partition] = oldest_ms
+
+    def _age_s(self, partition: Partition) -> float:
+        oldest_ms = self._oldest_ms.get(partition)
+        return 0.0 if oldest_ms is None else max(time.time() - oldest_ms / 1000, 0.0)
 
     def memory(self, *, lanes: int, parked_bytes: int, staged_bytes: int, data_files: int) -> None:
         """What is held, and how the lake looks."""
