@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -269,6 +270,28 @@ def test_who_reads_while_a_log_is_cut_and_grows_again_hears_of_it(
                 for read_on in (sink.run_once, lambda: reader.poll(0.5)):
                     with pytest.raises(LogMismatchError):
                         read_until_it_fails(read_on)
+    assert lake.read("rollout_started")["trajectory_id"].to_pylist() == [f"t{number}" for number in range(8)]
+
+
+def test_what_was_read_before_a_log_lost_it_and_is_not_archived_is_kept_by_the_sink_and_missed_by_readers(
+    apache_kafka: KafkaCluster, config: KafkaConfig, lake: Lake, tmp_path: Path
+) -> None:
+    waiting = replace(QUICK, linger_s=600.0, max_linger_s=600.0)
+    with opened(config, lake, tmp_path / "spool") as log, contextlib.ExitStack() as stack:
+        record(log, 0, 8)
+        reader = stack.enter_context(contextlib.closing(log.reader(Cursor(), topics=["rollout"])))
+        while reader.cursor[PLACE] < 8:
+            reader.poll(1.0)
+        sink = stack.enter_context(contextlib.closing(Sink(config, lake, options=waiting, alone=True)))
+        while 'records_total{outcome="accepted",topic="rollout"} 8.0' not in sink.metrics.text():
+            sink.run_once()
+        assert lake.read("rollout_started").num_rows == 0
+        lose_end(apache_kafka, config, 5)
+        grow_again(config, tmp_path / "spool", 8, 6)
+        with pytest.raises(OffsetLostError, match="offsets 0 to 7, which this reader has delivered"):
+            read_until_it_fails(lambda: reader.poll(0.5))
+        with pytest.raises(LakeAheadError, match="--adopt rollout"):
+            read_until_it_fails(sink.run_once)
     assert lake.read("rollout_started")["trajectory_id"].to_pylist() == [f"t{number}" for number in range(8)]
 
 

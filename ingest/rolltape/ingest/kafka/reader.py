@@ -24,6 +24,7 @@ from rolltape.ingest.kafka.feed import feed
 from rolltape.ingest.kafka.positions import LogIdentity, check_topics, log_bases
 from rolltape.ingest.kafka.seam import Seam
 from rolltape.ingest.lake_target import LakeTarget
+from rolltape.ingest.lanes import NOTHING, log_app_id
 from rolltape.ingest.recent_events import recent_event_ids
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.errors import OffsetGoneError, OffsetLostError, VacuumedError
@@ -194,18 +195,28 @@ class KafkaReader:
 
     def _begin_again(self, error: VacuumedError | OffsetGoneError) -> None:
         """Go on from a newer snapshot; where there is none, records are gone that nobody archived."""
-        if self._lake is None or self._lake.snapshot().version == self._version:
-            if isinstance(error, VacuumedError):
+        if isinstance(error, VacuumedError):
+            if self._lake is None or self._lake.snapshot().version == self._version:
                 raise error
+            self._begin()
+            return
+        if self._lake is None:
             raise OffsetLostError(
-                f"expected the log to hold what the reader has not read yet, at {self._cursor}: {error}. "
-                + (
-                    "No lake is named to read it from: open the log with kafka://…?lake=URL"
-                    if self._lake is None
-                    else ""
-                )
+                f"expected the log to hold what the reader has not read yet, at {self._cursor}: {error}. No lake is "
+                "named to read it from: open the log with kafka://…?lake=URL"
             ) from error
+        # Said by name where the lake lacks what retention took, or the log what the lake has.
         self._begin()
+        if error.partition is None:
+            return
+        place = Partition(*error.partition)
+        archived = self._target.transactions().get(log_app_id(place), NOTHING) + 1
+        if archived < self._cursor[place]:
+            raise OffsetLostError(
+                f"{place}: expected the log to keep offsets {archived} to {self._cursor[place] - 1}, which this reader "
+                f"has delivered and no sink has archived, got a log that was truncated: {error}. They are lost; what "
+                "was made of them cannot be replayed"
+            ) from error
 
     def _from_log(self, timeout_s: float) -> list[Delivery]:
         assert self._consumer is not None

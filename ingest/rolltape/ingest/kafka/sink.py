@@ -158,8 +158,10 @@ class Sink:
                     self.commit()
             self._look_around()
         except OffsetGoneError:
-            # Said by name, with what is lost and the way out, when the positions are compared.
+            # Said by name, with what is lost and the way out, when the positions are compared. What was read before may
+            # lie nowhere else by now.
             self._is_stale = True
+            self.commit()
         except BaseException:
             self._is_stale = True
             raise

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pass the records of a partition that were deleted before they were archived; then go on",
     )
     parser.add_argument(
-        "--max-commit-bytes", type=int, metavar="N", help="rows held in memory for one commit (default: 64 MiB)"
+        "--max-commit-bytes", type=int, metavar="N", help="rows held in memory for one commit (default: 32 MiB)"
     )
 
 
