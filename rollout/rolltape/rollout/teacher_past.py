@@ -5,12 +5,12 @@ them the queue and the fold tell which units are scored. Then the rows of the ot
 hold them. What lies behind the snapshot's cursor comes from the log, which is read from there on: each row comes once.
 
 A unit counts as scored where the snapshot proves it: every rollout of it has come to its end with all of its events,
-and every segment that a teacher of this run may score has its score. All others are looked at again.
+and every segment that may be trained has its score. All others are looked at again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -68,7 +68,7 @@ def read_past(lake: Lake, config: TeacherConfig, of_run: Mapping[str, pa.Table])
 
     Args:
         lake: where the log is archived.
-        config: which run, its units and the domains that have a teacher.
+        config: which run, and its units.
         of_run: ``run_started`` and ``dead_letter_redriven`` of the run.
 
     Raises:
@@ -98,7 +98,7 @@ class _Reading:
         for kind, table in found.items():
             self._queue.add(kind, table)
         dispatched = self._queue.trajectories()
-        self._forget_scored(told, of_run)
+        self._forget_scored(told["teacher_scored"], of_run)
         waiting = self._queue.trajectories()
         is_scored = pc.and_(
             pc.is_in(told["teacher_scored"]["trajectory_id"], dispatched),
@@ -109,16 +109,11 @@ class _Reading:
         rows = {kind: self._whole(kind, table, waiting) for kind, table in found.items()}
         return Past(cursor=self._snapshot.cursor, tables={**told, **rows})
 
-    def _forget_scored(self, told: Mapping[str, pa.Table], of_run: Mapping[str, pa.Table]) -> None:
+    def _forget_scored(self, scored: pa.Table, of_run: Mapping[str, pa.Table]) -> None:
         complete = self._queue.complete()
         if not complete:
             return
-        problems = told["problem_registered"]
-        domains = pc.struct_field(problems["problem_registered"], "domain").to_pylist()
-        domain_of = dict(zip(problems["problem_id"].to_pylist(), domains, strict=True))
-        routed = {route.domain for route in self._config.routes}
-        idle = {problem for problem, domain in domain_of.items() if domain not in routed}
-        lacking = _lacking_units(self._queue, self._queue.fold(complete, of_run), told["teacher_scored"], idle)
+        lacking = _lacking_units(self._queue, self._queue.fold(complete, of_run), scored)
         self._queue.forget(set(complete) - lacking)
 
     def _read(self, kind: str, columns: tuple[str, ...] | None) -> pa.Table:
@@ -150,16 +145,15 @@ def identity_columns(kind: str) -> tuple[str, ...]:
     return (*told, "log_topic", "log_partition")
 
 
-def _lacking_units(queue: ScoringQueue, folded: Fold, scored: pa.Table, idle: Collection[str]) -> set[UnitKey]:
-    """Units that may lack a score; problems that are ``idle`` have no teacher."""
+def _lacking_units(queue: ScoringQueue, folded: Fold, scored: pa.Table) -> set[UnitKey]:
+    """Units that may lack a score, though nobody may be able to give it now."""
     names = ("trajectory_id", "attempt", "segment_index")
     known = set(zip(*(scored[name].to_pylist() for name in names), strict=True))
     lacking = unread_units(folded, queue.place)
     segments = ended_segments(folded)
-    rows = zip(*(segments[name].to_pylist() for name in (*names, "problem_id")), strict=True)
-    for trajectory, attempt, index, problem in rows:
-        home = queue.place(trajectory, attempt)
-        if home is not None and problem not in idle and (trajectory, attempt, index) not in known:
+    for key in zip(*(segments[name].to_pylist() for name in names), strict=True):
+        home = queue.place(*key[:2])
+        if home is not None and key not in known:
             lacking.add(home[0])
     return lacking
 

@@ -136,10 +136,6 @@ def _one_of_its_segments(side: Lakeside) -> None:
     side.score(0, 0, segment=1)
 
 
-def _problem_unknown(side: Lakeside) -> None:
-    side.roll(0, problem="unheard of")
-
-
 def _not_all_events_read(side: Lakeside) -> None:
     side.roll(0)
     side.score(0)
@@ -148,7 +144,7 @@ def _not_all_events_read(side: Lakeside) -> None:
 
 @pytest.mark.parametrize(
     "happened",
-    [_abandoned, _made_again, _only_dispatched, _one_of_its_segments, _problem_unknown, _not_all_events_read],
+    [_abandoned, _made_again, _only_dispatched, _one_of_its_segments, _not_all_events_read],
 )
 def test_a_unit_that_may_lack_a_score_is_looked_at_again(side: Lakeside, happened: Callable[[Lakeside], None]) -> None:
     happened(side)
@@ -158,21 +154,13 @@ def test_a_unit_that_may_lack_a_score_is_looked_at_again(side: Lakeside, happene
     assert side.waiting() == ["g0"]
 
 
-def test_what_no_teacher_may_score_is_not_waited_for(side: Lakeside) -> None:
-    side.register("law", "law")
-    side.roll(0, problem="law")
-    side.roll(1, end="env_failed")
-    side.roll(2, segments=2)
-    side.score(2)
-    side.score(2, segment=1)
+def test_what_is_never_trained_is_not_waited_for(side: Lakeside) -> None:
+    side.roll(0, end="env_failed")
+    side.roll(1, segments=2)
+    side.score(1)
+    side.score(1, segment=1)
     side.archive()
     assert side.waiting() == []
-    # With a teacher for it the domain's rollouts are to be scored.
-    law = TeacherRoute(domain="law", lake="elsewhere", run="law")
-    side.config = TeacherConfig(
-        lake="lake", run_id="run", routes=(*ROUTES, law), groups_per_step=8, group_size=2, rollouts_per_unit=2
-    )
-    assert side.waiting() == ["g0"]
 
 
 def test_a_dead_letter_closes_a_rollout_until_it_is_redriven(side: Lakeside) -> None:
