@@ -17,7 +17,7 @@ def add_lake(parser: argparse.ArgumentParser, *, default: str | None = None) -> 
 
 
 def add_log(parser: argparse.ArgumentParser) -> None:
-    """``--log``: the Kafka log that a run goes through."""
+    """``--log``: the Kafka log that events go through."""
     parser.add_argument(
         "--log",
         default="",
