@@ -101,10 +101,22 @@ def resolve(given: Mapping[str, str] | None, environment: Mapping[str, str] | No
     kept = {name: value for name, value in options.items() if name not in {KEY, SECRET, TOKEN, *_ENDPOINTS}}
     kept[REGION] = region
     if endpoint:
-        kept[ENDPOINT] = endpoint.rstrip("/")
+        kept[ENDPOINT] = _checked(endpoint).rstrip("/")
         if endpoint.startswith("http://"):
             kept.setdefault(ALLOW_HTTP, "true")
     return Credentials(options=kept, key=key, process=process)
+
+
+def _checked(endpoint: str) -> str:
+    """The end point, if it is an address and nothing else."""
+    if "@" in endpoint:
+        raise ConfigError(
+            f"{ENDPOINT}: expected an address without a user (this one is not shown: addresses are part of messages); "
+            f"the key is {KEY} and {SECRET}"
+        )
+    if not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"{ENDPOINT}: expected http://HOST:PORT or https://HOST:PORT, got {endpoint!r}")
+    return endpoint
 
 
 def _static_key(options: Mapping[str, str]) -> Key | None:

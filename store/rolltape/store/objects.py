@@ -286,7 +286,10 @@ def _open_store(url: str, options: Mapping[str, str], found: Credentials | None,
     client: ClientConfig = {"timeout": timeout, "connect_timeout": connect}
     bundle = options.get("AWS_CA_BUNDLE")
     if bundle:
-        client["root_certificate"] = pathlib.Path(bundle).read_bytes()
+        try:
+            client["root_certificate"] = pathlib.Path(bundle).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"AWS_CA_BUNDLE: expected a file of certificates (PEM), got {bundle}: {error}") from error
     again: RetryConfig = {"max_retries": MAX_RETRIES, "retry_timeout": retry, "backoff": _BACKOFF}
     try:
         if found is None:

@@ -10,6 +10,7 @@ from rolltape.ingest.kafka import metrics as module
 from rolltape.ingest.kafka.lag import Lag
 from rolltape.ingest.kafka.metrics import SinkMetrics
 from rolltape.schema.cursor import Partition
+from rolltape.schema.errors import ConfigError
 
 PLACE = Partition("rollout", 0)
 OTHER = Partition("rollout", 1)
@@ -89,3 +90,9 @@ def test_a_partition_that_went_is_not_shown_and_comes_back_as_new(metrics: SinkM
     assert 'partition="0"' not in "".join(re.findall(r"rolltape_sink_age_seconds\{.*", metrics.text()))
     metrics.assign([PLACE, OTHER])
     assert shown(metrics, "age_seconds") == 0
+
+
+@pytest.mark.parametrize("port", [70_000, -1])
+def test_a_port_that_cannot_be_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match=f"--metrics-port: expected a free port, got {port}"):
+        SinkMetrics().serve(port)

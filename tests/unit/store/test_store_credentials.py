@@ -111,6 +111,20 @@ def test_half_a_key_is_refused_without_showing_it(files: dict[str, str]) -> None
     assert "planted" not in str(raised.value)
 
 
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+@pytest.mark.parametrize("endpoint", ["http://user:planted@store:9000", "store:9000", "ftp://store"])
+def test_an_end_point_that_is_no_address_is_refused_without_showing_a_secret(variable: str, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL: expected") as raised:
+        resolve(None, {variable: endpoint, "AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s"})
+    assert "planted" not in str(raised.value)
+
+
+def test_authorities_that_cannot_be_read_are_named() -> None:
+    options = {"AWS_ACCESS_KEY_ID": "k", "AWS_SECRET_ACCESS_KEY": "s", "AWS_CA_BUNDLE": "/nowhere/at/all"}
+    with pytest.raises(ConfigError, match="AWS_CA_BUNDLE: expected a file of certificates"):
+        Location.parse("s3://bucket/lake", options)
+
+
 def test_a_broken_profile_file_is_named_and_not_quoted(tmp_path: pathlib.Path) -> None:
     (tmp_path / "credentials").write_text("aws_secret_access_key = planted\n")
     with pytest.raises(StoreAccessError, match="expected a readable AWS profile file at") as raised:

@@ -76,7 +76,7 @@ class SinkMetrics:
         """
         try:
             self._server = prometheus.start_http_server(port, address, registry=self.registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ConfigError(f"--metrics-port: expected a free port, got {port}: {error}; choose another") from error
         return int(self._server[0].server_port)
 
