@@ -18,6 +18,7 @@ from tests.servers.fixtures import Broker
 
 from rolltape.ingest import Recorder
 from rolltape.ingest.deadletters import accept_loss_in_log
+from rolltape.ingest.kafka import retention as retention_module
 from rolltape.ingest.kafka.client import BrokerProducer
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.log import KafkaLog
@@ -29,7 +30,7 @@ from rolltape.ingest.kafka.wire import to_claim, to_message
 from rolltape.ingest.lanes import Lane, log_app_id
 from rolltape.recipes.cli import main
 from rolltape.schema.cursor import Cursor, Partition
-from rolltape.schema.errors import CommitterFencedError, LakeAheadError, LogMismatchError
+from rolltape.schema.errors import CommitterFencedError, LakeAheadError, LogMismatchError, StoreUnreachableError
 from rolltape.store.lake import Lake
 from rolltape.store.maintenance import checkpoint, clean_logs, compact
 from rolltape.store.verify import verify
@@ -315,6 +316,37 @@ def test_prometheus_sees_lag_age_rows_and_commits(config: KafkaConfig, lake: Lak
             assert _metric(text(), "rolltape_sink_dead_letters_total", '{reason="foreign_message"}') == 0
 
 
+def test_lag_grows_while_the_lake_cannot_be_reached(
+    config: KafkaConfig, lake: Lake, log: KafkaLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any, **__: Any) -> Any:
+        raise StoreUnreachableError("the store is away")
+
+    def lag(sink: Sink) -> float:
+        text = sink.metrics.text()
+        return sum(
+            _metric(text, "rolltape_sink_lag_records", f'{{partition="{number}",topic="rollout"}}')
+            for number in range(PARTITIONS)
+        )
+
+    options = replace(QUICK, retry_s=0.05, max_retry_s=0.05, status_s=0.05)
+    with Recorder(log, producer_id="p", run_id="run") as recorder, running(config, lake, options=options) as sink:
+        record_some(recorder, 0, 20)
+        recorder.flush()
+        log.wait_until_archived(30)
+        with monkeypatch.context() as patched:
+            patched.setattr(sink._target, "append", away)
+            patched.setattr(sink._target, "transactions", away)
+            archived = log.end()
+            for first in (20, 40):
+                record_some(recorder, first, 20)
+                recorder.flush()
+                waiting = sum(log.end()[place] - archived[place] for place in log.end() if place.topic == "rollout")
+                _wait(lambda waiting=waiting: lag(sink) == waiting)
+        _wait(lambda: lag(sink) == 0)
+    assert lake.read("rollout_started").num_rows == 60
+
+
 def test_a_sink_that_is_stopped_commits_what_it_read(config: KafkaConfig, lake: Lake, log: KafkaLog) -> None:
     patient = replace(QUICK, linger_s=60.0, max_linger_s=60.0)
     with Recorder(log, producer_id="p", run_id="run") as recorder:
@@ -468,6 +500,25 @@ def test_claimed_payloads_go_with_the_logs_retention_once_they_are_archived(
         (released,) = lake.read("artifacts_released").to_pylist()
         assert released["artifacts_released"]["paths"] == [f"blobs/sha256/{info.path}"]
         assert released["artifacts_released"]["num_bytes"] == info.size_bytes
+
+
+def test_claimed_payloads_stay_where_the_logs_retention_is_not_shown(
+    config: KafkaConfig, lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Brokers leave the settings of a topic out for whoever has no right to see them."""
+    with KafkaLog(config, Lake.open(lake.location), spool=tmp_path / "spool") as log:
+        assert log.blobs is not None
+        log.blobs.put(b"abc")
+        (info,) = log.blobs.root.list(recursive=True)
+        long_ago = time.time() - 30 * 86_400
+        os.utime(log.blobs.root.child(info.path).local_path(), (long_ago, long_ago))
+        shown = identify(log.client)
+        topics = {name: topic._replace(configs={}) for name, topic in shown.topics.items()}
+        monkeypatch.setattr(retention_module, "identify", lambda _: replace(shown, topics=topics))
+        assert BlobRetention(log.client, lake, interval_s=0.001, margin_s=0.0).run() == 0
+        assert "the right DescribeConfigs" in caplog.text
+        monkeypatch.undo()
+        assert BlobRetention(log.client, lake, interval_s=0.001, margin_s=0.0).run() == 1
 
 
 def _oldest_unarchived_s(log: KafkaLog, lake: Lake) -> float:

@@ -17,11 +17,14 @@ class Lag:
         self._metrics = metrics
         self._oldest_ms: dict[Partition, int] = {}
         self._newest_ms: dict[Partition, int] = {}
+        self.partitions: frozenset[Partition] = frozenset()
+        """Those that are ours."""
 
     def start(self, starts: Mapping[Partition, int], ends: Mapping[Partition, int]) -> None:
         """Partitions are ours from here on, each at its next offset and with its end."""
         self._oldest_ms.clear()
         self._newest_ms.clear()
+        self.partitions = frozenset(starts)
         self.report(starts, ends)
 
     def read(self, partition: Partition, timestamp_ms: int) -> None:

@@ -76,7 +76,15 @@ class BlobRetention:
 
     def _horizon_s(self, identity: LogIdentity) -> float:
         """Blobs that were written before this time of the clock are needed by nobody."""
-        kept_ms = [int(info.configs.get("retention.ms", "-1")) for info in identity.topics.values()]
+        hidden = [topic for topic, info in identity.topics.items() if "retention.ms" not in info.configs]
+        if hidden:
+            _LOG.warning(
+                "deletes no claimed payloads: expected to see retention.ms of topics %s, got nothing; ask whoever runs "
+                "the cluster for the right DescribeConfigs on them",
+                ", ".join(hidden),
+            )
+            return 0.0
+        kept_ms = [int(info.configs["retention.ms"]) for info in identity.topics.values()]
         if min(kept_ms) < 0:
             return 0.0
         with contextlib.closing(self._client.consumer()) as consumer:

@@ -303,6 +303,8 @@ class Sink:
             _LOG.info("another sink archived the same, starting again from the lake: %s", error)
             return
         _LOG.warning("the sink waits, nothing is lost: %s", error)
+        if not isinstance(error, LogError):
+            self._watch.look_at_lag(self._lake.known_snapshot(), self._consumer, self._bases)
         stop.wait(pause_s)
 
     def _finish(self) -> None:

@@ -57,15 +57,23 @@ class Watch:
             staged_bytes=archive.staged_bytes,
             data_files=len(snapshot.files),
         )
-        archived = {
-            place: max(snapshot.transactions.get(log_app_id(place), NOTHING) + 1 - bases.get(place, 0), 0)
-            for place in places
-        }
+        archived = _archived(snapshot, places, bases)
         try:
             self._alarms.send(gaps, archive.waiting_since)
             self.lag.report(archived, consumer.end_offsets(places), _waiting_ms(archive, gaps))
             if self._group is not None:
                 consumer.commit(archived)
+        except LogError as error:
+            _LOG.info("lag is not known for now: %s", error)
+
+    def look_at_lag(self, snapshot: Snapshot, consumer: BrokerConsumer, bases: Mapping[Partition, int]) -> None:
+        """Report the lag alone, if it is time: while the lake cannot be reached, ``snapshot`` is the last one known."""
+        places = self.lag.partitions & consumer.assignment()
+        if not places or not self.is_due():
+            return
+        self._last_s = time.monotonic()
+        try:
+            self.lag.report(_archived(snapshot, places, bases), consumer.end_offsets(places))
         except LogError as error:
             _LOG.info("lag is not known for now: %s", error)
 
@@ -82,6 +90,14 @@ class Watch:
                 "the brokers still count one that died",
                 self._group,
             )
+
+
+def _archived(
+    snapshot: Snapshot, places: Collection[Partition], bases: Mapping[Partition, int]
+) -> dict[Partition, int]:
+    """The broker's next offset to archive of each partition."""
+    marks = snapshot.transactions
+    return {place: max(marks.get(log_app_id(place), NOTHING) + 1 - bases.get(place, 0), 0) for place in places}
 
 
 def _waiting_ms(archive: Archive, gaps: Collection[Gap]) -> dict[Partition, int]:
