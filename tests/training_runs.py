@@ -7,6 +7,7 @@ verify. In lock step the same configuration gives the same bits on every log and
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -14,11 +15,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from rolltape.recipes.config import RunConfig
+from rolltape.recipes.forked import ForkServer
 from rolltape.recipes.runs import (
     Progress,
     StepSeen,
@@ -42,6 +45,14 @@ GROUPS: Final = 4
 SIZE: Final = 4
 LEAD: Final = 2
 POLL_S: Final = 0.05
+
+
+@cache
+def server_of_all() -> ForkServer:
+    """One for all runs of these tests."""
+    server = ForkServer()
+    atexit.register(server.stop)
+    return server
 
 
 def small_config(*, asynchronous: bool = False, num_steps: int = NUM_STEPS, **trainer: Any) -> RunConfig:
@@ -114,10 +125,13 @@ class TrainingRun:
             log_folder(self._writable),
             log_url=log_url,
             teachers=bool(self.config.teachers.routes),
+            server=server_of_all(),
         )
         self.children: dict[str, Child] = {child.name: child for child in (*services, *workers)}
         for name, variables in (environment or {}).items():
             self.children[name].environment = variables
+            if "PYTHONPATH" in variables:  # for an interpreter of its own
+                self.children[name].server = None
         self.supervisor = Supervisor(services, workers, max_restarts=20)
         self.kills: Counter[str] = Counter()
         self.last_step = 0

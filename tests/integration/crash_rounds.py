@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from rolltape.ingest.embedded import EmbeddedLog
 from rolltape.recipes.config import RunConfig
+from rolltape.recipes.forked import ForkServer
 from rolltape.recipes.runs import Progress, StepSeen, log_folder, open_or_create, start_run
 from rolltape.recipes.sort_digits import config as sort_digits
 from rolltape.recipes.supervisor import Child, Supervisor, children_of
@@ -96,13 +97,15 @@ def bits_of(lake: Lake, run_id: str) -> dict[int, tuple[Any, ...]]:
     }
 
 
-def run_round(folder: Path, plan: Plan, number: int) -> tuple[Lake, RoundResult]:
+def run_round(folder: Path, plan: Plan, number: int, server: ForkServer | None) -> tuple[Lake, RoundResult]:
     """One run with its disturbances; returns when the run has ended."""
     config = small_config()
     result = RoundResult(number=number)
     started = time.monotonic()
     lake = open_or_create(str(folder / "lake"))
-    services, workers = children_of(lake.location.url, config.run_id, config.rollout.num_workers, log_folder(lake))
+    services, workers = children_of(
+        lake.location.url, config.run_id, config.rollout.num_workers, log_folder(lake), server=server
+    )
     children = {child.name: child for child in (*services, *workers)}
     marks = _plant(plan, children, folder)
     supervisor = Supervisor(services, workers, max_restarts=20)
@@ -201,35 +204,39 @@ def _trained(lake: Lake) -> Counter[str]:
 
 
 def rounds(count: int, seed: int, folder: Path) -> tuple[list[RoundResult], Counter[str]]:
-    """An undisturbed run, then ``count`` disturbed ones; results and how often each window was hit."""
+    """An undisturbed run, then ``count`` disturbed ones; results and how often each window was hit.
+
+    The processes of the undisturbed run are started one by one, those of the others forked.
+    """
     rng = random.Random(seed)
     (folder / "undisturbed").mkdir()
-    lake, _ = run_round(folder / "undisturbed", Plan(windows={}, kills=()), -1)
+    lake, _ = run_round(folder / "undisturbed", Plan(windows={}, kills=()), -1, None)
     expected = bits_of(lake, "crash")
     if len(expected) != NUM_STEPS:
         raise AssertionError(f"the undisturbed run has {len(expected)} steps")
     results = []
     hits: Counter[str] = Counter()
-    for number in range(count):
-        place = folder / f"round-{number}"
-        place.mkdir()
-        lake, result = run_round(place, plan_round(number, rng), number)
-        judge(lake, result, expected)
-        hits.update(result.windows_hit)
-        results.append(result)
-        print(
-            json.dumps(
-                {
-                    "round": number,
-                    "seconds": result.seconds,
-                    "windows": result.windows_hit,
-                    "kills": result.kills,
-                    "restarts": result.restarts,
-                    "problems": result.problems,
-                }
-            ),
-            flush=True,
-        )
+    with ForkServer() as server:
+        for number in range(count):
+            place = folder / f"round-{number}"
+            place.mkdir()
+            lake, result = run_round(place, plan_round(number, rng), number, server)
+            judge(lake, result, expected)
+            hits.update(result.windows_hit)
+            results.append(result)
+            print(
+                json.dumps(
+                    {
+                        "round": number,
+                        "seconds": result.seconds,
+                        "windows": result.windows_hit,
+                        "kills": result.kills,
+                        "restarts": result.restarts,
+                        "problems": result.problems,
+                    }
+                ),
+                flush=True,
+            )
     return results, hits
 
 

@@ -76,6 +76,11 @@ class Extension(NamedTuple):
     """Opaque; goes into the next call."""
 
 
+def import_library() -> None:
+    """Import what any model here needs of ``transformers``; building one does it otherwise. Costs three seconds."""
+    from transformers import GPTBigCodeForCausalLM  # noqa: F401
+
+
 def model_spec(spec: str | ModelSpec) -> ModelSpec:
     """The spec of a name in :data:`MODELS`, or the spec itself.
 

@@ -35,6 +35,8 @@ COMMANDS: Final = {
 PARENT_VARIABLE: Final = "ROLLTAPE_PARENT"
 """Process id of the supervisor that started this program, and without which it has nothing to do."""
 
+_ORPHAN_S: Final = 10.0
+
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; returns the exit status: 0 done, 1 refused or failed, 2 wrong usage."""
@@ -70,6 +72,9 @@ def _end_with_parent() -> None:
         while os.getppid() == int(parent):
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
+        # Who waits for others to end in order may wait in vain: they have lost the supervisor, too.
+        time.sleep(_ORPHAN_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="rolltape-parent", daemon=True).start()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rolltape.ingest.log import EventLog, open_log
 from rolltape.ingest.recorder import Recorder
 from rolltape.recipes.config import RunConfig
+from rolltape.recipes.forked import ForkServer
 from rolltape.recipes.supervisor import Supervisor, children_of, stopped_by_sigterm
 from rolltape.schema.errors import ConfigError, FlushTimeout, ReplayError
 from rolltape.store.lake import Lake
@@ -172,7 +173,7 @@ def run(
         LogError: the log cannot be reached, or is not what the lake holds.
         FlushTimeout: the lake does not have everything: a lane waits for what is missing, say.
     """
-    lake = open_or_create(url)
+    lake, server = open_or_create(url), ForkServer()
     services, workers = children_of(
         lake.location.url,
         config.run_id,
@@ -180,9 +181,10 @@ def run(
         log_folder(lake),
         log_url=log_url,
         teachers=bool(config.teachers.routes),
+        server=server,
     )
     supervisor = Supervisor(services, workers, max_restarts=max_restarts)
-    with stopped_by_sigterm():
+    with stopped_by_sigterm(), server:
         try:
             for child in services:
                 child.start()

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import IO, Final
 
 from rolltape.recipes.cli import PARENT_VARIABLE
+from rolltape.recipes.forked import IS_AVAILABLE, Forked, ForkServer
 from rolltape.schema.errors import ChildFailedError
 
 _GRACE_S: Final = 20.0
@@ -33,7 +34,9 @@ class Child:
     arguments: list[str]
     log_path: Path
     environment: Mapping[str, str]
-    process: subprocess.Popen[bytes] | None = None
+    server: ForkServer | None = None
+    """Forks it, where that is possible; None: it is started by itself."""
+    process: subprocess.Popen[bytes] | Forked | None = None
     starts: int = 0
     done: bool = False
     _log: IO[bytes] | None = None
@@ -43,14 +46,14 @@ class Child:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         if self._log is None:
             self._log = self.log_path.open("ab")
-        command = [sys.executable, "-m", "rolltape.recipes.cli", *self.arguments]
-        self.process = subprocess.Popen(  # noqa: S603 - our own program with our own arguments
-            command,
-            stdout=self._log,
-            stderr=self._log,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), **self.environment},
-        )
+        environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **self.environment}
+        if self.server is not None and IS_AVAILABLE:
+            self.process = self.server.start(self.arguments, self._log.fileno(), environment)
+        else:
+            command = [sys.executable, "-m", "rolltape.recipes.cli", *self.arguments]
+            self.process = subprocess.Popen(  # noqa: S603 - our own program with our own arguments
+                command, stdout=self._log, stderr=self._log, stdin=subprocess.DEVNULL, env=environment
+            )
         self.starts += 1
 
     def stop(self) -> None:
@@ -166,15 +169,26 @@ class Supervisor:
 
 
 def children_of(
-    lake_url: str, run_id: str, num_workers: int, log_folder: Path, *, log_url: str = "", teachers: bool = False
+    lake_url: str,
+    run_id: str,
+    num_workers: int,
+    log_folder: Path,
+    *,
+    log_url: str = "",
+    teachers: bool = False,
+    server: ForkServer | None = None,
 ) -> tuple[list[Child], list[Child]]:
     """The services and workers of a run; with ``log_url`` (Kafka) a sink archives it, else a committer the spools.
 
-    With ``teachers`` their scoring service is one of the workers: it ends with the run.
+    With ``teachers`` their scoring service is one of the workers: it ends with the run. ``server`` forks the workers;
+    services import no torch and start by themselves.
     """
 
     def child(name: str, *arguments: str) -> Child:
-        return Child(name=name, arguments=list(arguments), log_path=log_folder / f"{name}.log", environment={})
+        own = None if name in ("sink", "committer") else server
+        return Child(
+            name=name, arguments=list(arguments), log_path=log_folder / f"{name}.log", environment={}, server=own
+        )
 
     log = ("--log", log_url) if log_url else ()
     lake = ("--lake", lake_url)

@@ -2,13 +2,15 @@
 
 ``ROLLTAPE_CRASH="after_commit:3:marks/after_commit,…"`` kills the process with SIGKILL at the third passage of
 ``after_commit``, once: the mark file is created first, and where it exists nothing happens. Unset, a passage costs one
-dictionary look-up.
+call and a dictionary look-up.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Mapping
+from functools import cache
 from typing import Final, Literal
 
 CrashWindow = Literal[
@@ -20,20 +22,23 @@ CrashWindow = Literal[
     "after_committed",
 ]
 
-_PLAN: Final[dict[str, tuple[int, str]]] = {}
 _PASSED: Final[dict[str, int]] = {}
 
-for _entry in filter(None, os.environ.get("ROLLTAPE_CRASH", "").split(",")):
-    _name, _count, _mark = _entry.split(":", 2)
-    _PLAN[_name] = (int(_count), _mark)
+
+@cache
+def _plan() -> Mapping[str, tuple[int, str]]:
+    """Count and mark file by window. Read at the first passage: a forked process has an environment of its own."""
+    entries = [entry.split(":", 2) for entry in os.environ.get("ROLLTAPE_CRASH", "").split(",") if entry]
+    return {name: (int(count), mark) for name, count, mark in entries}
 
 
 def crash_window(name: CrashWindow) -> None:
     """Die here with SIGKILL if the environment says so."""
-    if name not in _PLAN:
+    plan = _plan()
+    if name not in plan:
         return
     _PASSED[name] = _PASSED.get(name, 0) + 1
-    count, mark = _PLAN[name]
+    count, mark = plan[name]
     if _PASSED[name] < count:
         return
     try:
