@@ -131,7 +131,24 @@ def headers_of(message: Message) -> Headers | None:
 
 def _read(message: Message) -> tuple[Record, tuple[str, int] | None]:
     """The record that a message carries or claims, and the claim."""
-    return _record(message, Headers.from_pairs(_pairs(message))), claim_of(message.headers)
+    return _record(message, _headers(message)), claim_of(message.headers)
+
+
+def _headers(message: Message) -> Headers:
+    """Headers that a dead letter can carry too: what cannot be written down would stop every sink, again and again."""
+    try:
+        headers = Headers.from_pairs(_pairs(message))
+        "".join((headers.producer_id, *(found.trajectory_id for found in headers.event_ranges))).encode()
+    except (OverflowError, RecursionError, UnicodeEncodeError) as error:
+        raise CodecError(f"expected readable record headers, got {type(error).__name__}: {error}") from None
+    small = (headers.producer_epoch, *(number for found in headers.event_ranges for number in found[1:]))
+    large = (headers.num_rows, headers.first_lane_seq, headers.last_lane_seq)
+    if min(*small, *large) < 0 or max(small) >= 1 << 31 or max(large) >= 1 << 63:
+        raise CodecError(
+            "expected numbers of 0 to 2^31 - 1 as epoch, attempts and event indexes, and to 2^63 - 1 as rows and lane "
+            f"range, got {min(*small, *large)} to {max(*small, *large)}"
+        )
+    return headers
 
 
 def _pairs(message: Message) -> Any:
