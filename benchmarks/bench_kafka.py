@@ -324,7 +324,7 @@ def main() -> None:
     """Run the cases that were named, or all."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], metavar="CASE")
-    parser.add_argument("--rollouts", type=int, default=4096, help="rollouts a round")
+    parser.add_argument("--rollouts", type=int, default=12288, help="rollouts a round")
     parser.add_argument("--tokens", type=int, default=2000, help="mean tokens a rollout")
     parser.add_argument("--batch", type=int, default=256, help="rollouts that are generated and recorded together")
     parser.add_argument("--rounds", type=int, default=5)
