@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from threading import Thread
 
 import pyarrow.compute as pc
+import pytest
 from tests.integration.rollout.conftest import ScriptedTrainer
 from tests.servers.fixtures import Broker
 
+from rolltape.ingest.kafka.log import KafkaLog
+from rolltape.ingest.kafka.versions import PRODUCERS_PARTITION, VERSIONS_PARTITION
 from rolltape.ingest.log import open_log
 from rolltape.ingest.recorder import Recorder
 from rolltape.recipes.runs import make_topics
@@ -85,3 +89,31 @@ def _publish_versions_whose_shards_are_gone(trainer: ScriptedTrainer) -> None:
         trainer.recorder.record("weights_published", **key, role="actor", step=number, payload="full", path="gone")
         trainer.recorder.record("weights_committed", **key, required_engines=[], staged_event_ids=[])
     trainer.recorder.flush("logged")
+
+
+@pytest.mark.parametrize(
+    ("key", "partition"),
+    [
+        (b"run/actor/1/9/weights_committed", VERSIONS_PARTITION),
+        (b"run/actor/1/9/a_kind_of_newer_software", VERSIONS_PARTITION),
+        (b"run/actor/1/9/rollout_started", VERSIONS_PARTITION),
+        (b"\xff", VERSIONS_PARTITION),
+        (b"trainer", PRODUCERS_PARTITION),
+    ],
+)
+@pytest.mark.parametrize("value", [b"no record", b"99999999999", b"9" * 5_000])
+def test_what_somebody_else_wrote_into_a_compacted_topic_stands_in_nobodys_way(
+    noida_broker: Broker, topic_prefix: str, tmp_path: Path, key: bytes, partition: Partition, value: bytes
+) -> None:
+    url = f"kafka://{noida_broker.bootstrap}/{topic_prefix}"
+    make_topics(url)
+    with open_log(url, spool=tmp_path / "spool") as log:
+        assert isinstance(log, KafkaLog)
+        with contextlib.closing(log.client.producer()) as producer:
+            producer.send(partition, key, value, [])
+            producer.flush(10)
+        assert log.newest_versions() == []
+        with Recorder(log, producer_id="trainer", run_id="run") as recorder:
+            recorder.record("weights_committed", policy_id="actor", policy_run_epoch=1, version=7)
+            recorder.flush("logged")
+        assert [d.table["weights_committed"].to_pylist()[0]["version"] for d in log.newest_versions()] == [7]

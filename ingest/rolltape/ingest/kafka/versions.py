@@ -8,6 +8,8 @@ machine that takes over its id starts above it, even where no sink archived a th
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
@@ -22,12 +24,13 @@ from rolltape.schema.build import with_columns
 from rolltape.schema.codec import Record, decode, encode, make_headers
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import CodecError, LogUnreachableError, ValidationError
-from rolltape.schema.kinds import kind_named
 
 VERSION_KINDS: Final = ("weights_published", "weights_committed", "weights_aborted")
 VERSIONS_PARTITION: Final = Partition(POLICY_VERSIONS, 0)
 PRODUCERS_PARTITION: Final = Partition(PRODUCERS, 0)
 
+_EPOCH: Final = re.compile(rb"[0-9]{1,9}")
+_LOG: Final = logging.getLogger(__name__)
 _READ_TIMEOUT_S: Final = 30.0
 _POLL_S: Final = 0.5
 
@@ -142,15 +145,22 @@ def read_whole(client: KafkaClient, partition: Partition, timeout_s: float = _RE
 def newest_versions(client: KafkaClient) -> list[Delivery]:
     """Rows of the policy versions that still matter, as deliveries of one row each, in the order of their recording.
 
+    What cannot be read (a kind of newer software, somebody else's message) stands in nobody's way: it is logged.
+
     Raises:
         LogUnreachableError: the topic could not be read.
     """
     deliveries = []
     for message in read_whole(client, VERSIONS_PARTITION):
         version = _Version.parse(message.key or b"")
-        if version is None:
+        if version is None or version.kind not in VERSION_KINDS:
+            _LOG.warning("%s holds a key of no policy version, it is passed over: %r", VERSIONS_PARTITION, message.key)
             continue
-        batch = decode(pa.py_buffer(message.value), kind=kind_named(version.kind).name)
+        try:
+            batch = decode(pa.py_buffer(message.value), kind=version.kind)
+        except (CodecError, ValidationError) as error:
+            _LOG.warning("%s of %s cannot be read, it is passed over: %s", message.key, VERSIONS_PARTITION, error)
+            continue
         place = {"log_topic": POLICY_VERSIONS, "log_partition": 0, "log_offset": message.offset}
         deliveries.append(
             Delivery(
@@ -174,7 +184,7 @@ def newest_registered_epoch(client: KafkaClient, producer_id: str) -> int:
     for message in read_whole(client, PRODUCERS_PARTITION):
         if message.key == producer_id.encode() and message.value is not None:
             text = bytes(message.value)
-            return int(text) if text.isdigit() else 0
+            return int(text) if _EPOCH.fullmatch(text) else 0
     return 0
 
 
