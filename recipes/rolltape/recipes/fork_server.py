@@ -35,6 +35,9 @@ def main() -> int:
 
 def _import_all() -> None:
     """What trainers and workers import. Of what happens at import nothing may depend on a process's environment."""
+    import pyarrow as pa
+
+    import rolltape.ingest.embedded
     import rolltape.recipes.runs
     import rolltape.recipes.teachers
     import rolltape.rollout.worker
@@ -42,6 +45,7 @@ def _import_all() -> None:
     from rolltape.numerics.models import import_library
 
     import_library()
+    pa.array([0])  # imports pandas, where that is installed
     # All of this lives as long as any process: a collection that looked at it would copy its pages.
     gc.collect()
     gc.freeze()
