@@ -1,7 +1,8 @@
-"""Faults of identity and time: clocks that jump, one producer id used again, a topic deleted and made again."""
+"""Faults of identity and time: clocks that jump, an id used again, a topic made again, or cut and filled again."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,11 +13,12 @@ from typing import Final
 
 import pyarrow.compute as pc
 from tests.faults.clock import CLOCK_OFF_S
-from tests.faults.servers import Servers
-from tests.faults.stage import Child, Stage, StageError
+from tests.faults.servers import Servers, mended
+from tests.faults.stage import NUM_PARTITIONS, Child, Stage, StageError
 
 from rolltape.ingest.kafka.client import connect
 from rolltape.ingest.kafka.config import KafkaConfig
+from rolltape.schema.cursor import Partition
 
 _FIRST_BLOCKS: Final = 5
 
@@ -107,6 +109,55 @@ def topic_recreated(stage: Stage, servers: Servers) -> None:
     generations = {app: n for app, n in stage.lake().snapshot().transactions.items() if app.startswith("kafka/")}
     if sorted(n for app, n in generations.items() if "/rollout/" in app) != [1, 2]:
         stage.problems.append(f"expected two generations of the topic, got {generations}")
+
+
+def topic_cut(stage: Stage, servers: Servers) -> None:
+    """The brokers' disks lose the end of the rollout topic, and it grows again beyond where sinks stand.
+
+    Everything in it is archived before. The sinks stand still while it is shorter, so that no offset tells.
+    """
+    stage.start()
+    stage.hold_at(0.35)
+
+    def stop() -> None:
+        for child in stage.writers.values():
+            child.pause()
+
+    stage.strike(stop, share=0.35)
+    ends = _archived_to_its_end(stage)
+    sink = stage.sinks["sink-0"]
+    sink.pause()
+    with mended(servers.cluster):
+        servers.cluster.stop()
+        for place, end in ends.items():
+            servers.cluster.cut(f"{stage.prefix}.{place.topic}", place.partition, end // 2)
+    for child in stage.writers.values():
+        child.resume()
+    stage.flow(0.8)
+    with contextlib.closing(connect(KafkaConfig.from_url(stage.log_url())).consumer()) as consumer:
+        stage.until(
+            lambda: all(end >= ends[place] for place, end in consumer.end_offsets(ends).items()), "a log as long again"
+        )
+    sink.resume()
+    _refused(stage, sink)
+    _refused(stage, stage.start_sink("sink-0"))
+    stage.start_sink("sink-0", "--adopt", "rollout")
+    stage.settle()
+
+
+def _archived_to_its_end(stage: Stage) -> dict[Partition, int]:
+    """The ends of the rollout topic, once its writers stand still and the lake has all that they wrote."""
+    places = [Partition("rollout", number) for number in range(NUM_PARTITIONS)]
+    deadline = time.monotonic() + 60
+    with contextlib.closing(connect(KafkaConfig.from_url(stage.log_url())).consumer()) as consumer:
+        while True:
+            before = consumer.end_offsets(places)
+            time.sleep(1.0)
+            cursor = stage.lake().cursor()
+            if consumer.end_offsets(places) == before == {place: cursor[place] for place in places}:
+                return before
+            if time.monotonic() > deadline:
+                raise StageError(f"expected {before} to be archived within 60 s, got {cursor}")
 
 
 def _recreate(stage: Stage) -> None:

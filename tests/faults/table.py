@@ -13,7 +13,7 @@ from typing import Any, Final
 from tests.faults.brokers import kill_leader, kill_two, pause_leader
 from tests.faults.chaos import anything
 from tests.faults.delivery import corrupt, disordered, huge_action, long_action
-from tests.faults.identity import clock_off, same_id_again, topic_recreated
+from tests.faults.identity import clock_off, same_id_again, topic_cut, topic_recreated
 from tests.faults.network import cut, swallow_answers
 from tests.faults.processes import (
     kill_producer,
@@ -122,6 +122,7 @@ ROWS: Final = (
     Row(name="clock_off", fault="clocks 10 minutes off", play=clock_off),
     Row(name="same_id_again", fault="producer restarted with the same id", play=same_id_again),
     Row(name="topic_recreated", fault="topic recreated", play=topic_recreated),
+    Row(name="topic_cut", fault="topic cut on the brokers' disks, and filled again", play=topic_cut),
     Row(
         name="anything",
         fault="anything killed, in any order",
