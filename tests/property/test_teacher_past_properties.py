@@ -12,7 +12,7 @@ from rolltape.rollout.teacher_queue import KINDS
 from rolltape.rollout.teacher_units import ended_segments, unread_units
 from rolltape.schema.fold import fold
 
-SEGMENT = ("trajectory_id", "attempt", "segment_index", "problem_id")
+SEGMENT = ("trajectory_id", "attempt", "segment_index")
 UNIT = (1, 0, 0)
 
 

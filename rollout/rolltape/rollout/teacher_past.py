@@ -10,7 +10,7 @@ and every segment that may be trained has its score. All others are looked at ag
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final
@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rolltape.rollout.teacher_queue import KINDS, ScoringQueue, UnitKey
+from rolltape.rollout.teacher_scores import SegmentKey
 from rolltape.rollout.teacher_units import ended_segments, unread_units
 from rolltape.schema.cursor import Cursor, Partition
 from rolltape.schema.errors import VacuumedError
@@ -41,10 +42,7 @@ _TOLD: Final[Mapping[str, tuple[str, ...] | None]] = {
 """Beside the rollouts: what of each kind is read, None for all."""
 
 _IDENTITY: Final = frozenset(
-    (
-        *("event_id", "run_id", "run_epoch", "trajectory_id", "attempt", "event_index"),
-        *("group_id", "problem_id", "log_offset"),
-    )
+    ("event_id", "run_id", "run_epoch", "trajectory_id", "attempt", "event_index", "log_offset")
 )
 _FATE: Final = frozenset(
     (
@@ -53,6 +51,8 @@ _FATE: Final = frozenset(
         *("action_kind", "continues_event_id", "status"),
     )
 )
+_UNITS_FOLDED: Final = 2_048
+"""Complete units that are folded at once: some tens of thousands of rollouts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +110,12 @@ class _Reading:
         return Past(cursor=self._snapshot.cursor, tables={**told, **rows})
 
     def _forget_scored(self, scored: pa.Table, of_run: Mapping[str, pa.Table]) -> None:
+        names = ("trajectory_id", "attempt", "segment_index")
+        known = set(zip(*(scored[name].to_pylist() for name in names), strict=True))
         complete = self._queue.complete()
-        if not complete:
-            return
-        lacking = _lacking_units(self._queue, self._queue.fold(complete, of_run), scored)
-        self._queue.forget(set(complete) - lacking)
+        for first in range(0, len(complete), _UNITS_FOLDED):
+            units = set(complete[first : first + _UNITS_FOLDED])
+            self._queue.forget(units - _lacking_units(self._queue, self._queue.fold(units, of_run), known))
 
     def _read(self, kind: str, columns: tuple[str, ...] | None) -> pa.Table:
         return self._lake.read(
@@ -142,18 +143,19 @@ class _Reading:
 def identity_columns(kind: str) -> tuple[str, ...]:
     """Of what the fold reads of a kind: whose its events are, and what became of the rollout; no lists."""
     told = [name for name in FOLDED_COLUMNS[kind] if name in _IDENTITY or name.rpartition(".")[2] in _FATE]
-    return (*told, "log_topic", "log_partition")
+    asked = ("group_id", "problem_id") if kind == "rollout_dispatched" else ()
+    return (*told, *asked, "log_topic", "log_partition")
 
 
-def _lacking_units(queue: ScoringQueue, folded: Fold, scored: pa.Table) -> set[UnitKey]:
-    """Units that may lack a score, though nobody may be able to give it now."""
-    names = ("trajectory_id", "attempt", "segment_index")
-    known = set(zip(*(scored[name].to_pylist() for name in names), strict=True))
+def _lacking_units(queue: ScoringQueue, folded: Fold, scored: Collection[SegmentKey]) -> set[UnitKey]:
+    """Folded units that may lack a score, though nobody may be able to give it now."""
     lacking = unread_units(folded, queue.place)
     segments = ended_segments(folded)
-    for key in zip(*(segments[name].to_pylist() for name in names), strict=True):
-        home = queue.place(*key[:2])
-        if home is not None and key not in known:
+    for trajectory, attempt, index in zip(
+        *(segments[name].to_pylist() for name in ("trajectory_id", "attempt", "segment_index")), strict=True
+    ):
+        home = queue.place(trajectory, attempt)
+        if home is not None and (trajectory, attempt, index) not in scored:
             lacking.add(home[0])
     return lacking
 

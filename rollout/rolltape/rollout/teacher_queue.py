@@ -8,7 +8,7 @@ end of a step, so that a step's rollouts can all be scored before any of the nex
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Self
 
@@ -170,7 +170,7 @@ class ScoringQueue:
         """Ids of the rollouts that wait."""
         return self._ids(self._units)
 
-    def fold(self, units: Collection[UnitKey], of_run: Mapping[str, pa.Table]) -> Fold:
+    def fold(self, units: Iterable[UnitKey], of_run: Mapping[str, pa.Table]) -> Fold:
         """What the events say of the rollouts of some units.
 
         Args:
@@ -193,8 +193,9 @@ class ScoringQueue:
             kept = self._of(kind, ids)
             self._tables[kind] = [kept] if kept.num_rows else []
 
-    def _ids(self, units: Collection[UnitKey]) -> pa.Array:
-        return pa.array([trajectory for (trajectory, _), (key, _) in self._home.items() if key in units], pa.string())
+    def _ids(self, units: Iterable[UnitKey]) -> pa.Array:
+        wanted = set(units)
+        return pa.array([trajectory for (trajectory, _), (key, _) in self._home.items() if key in wanted], pa.string())
 
     def _of(self, kind: str, ids: pa.Array) -> pa.Table:
         tables = self._tables[kind]

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from tests.conftest import Tape
 
+from rolltape.rollout import teacher_past
 from rolltape.rollout.teacher_models import TeacherRoute
 from rolltape.rollout.teacher_past import Past, read_past
 from rolltape.rollout.teacher_queue import KINDS
@@ -95,7 +96,11 @@ def side(tmp_path: Path, tape: Tape) -> Lakeside:
     return Lakeside(tmp_path, tape)
 
 
-def test_of_scored_units_nothing_is_read_whole_and_of_others_all(side: Lakeside) -> None:
+@pytest.mark.parametrize("folded_at_once", [1, 2, 64])
+def test_of_scored_units_nothing_is_read_whole_and_of_others_all(
+    side: Lakeside, monkeypatch: pytest.MonkeyPatch, folded_at_once: int
+) -> None:
+    monkeypatch.setattr(teacher_past, "_UNITS_FOLDED", folded_at_once)
     for group in range(3):
         side.roll(group)
     side.score(0)
