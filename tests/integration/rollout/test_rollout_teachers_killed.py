@@ -11,6 +11,8 @@ import pytest
 from tests.teacher_lakes import ended_run
 
 from rolltape.ingest.embedded import EmbeddedLog
+from rolltape.ingest.spool_layout import producers_folder
+from rolltape.ingest.spool_reader import ProducerReader
 from rolltape.rollout.teacher_models import SHUFFLED
 from rolltape.store.lake import Lake
 from rolltape.store.location import Location
@@ -31,6 +33,15 @@ class Run:
         self.rollouts.start_run({"p-up": "up", "p-down": "down"})
         self.service = ServiceProcess(folder, self.lake.location.url, teachers, kind)
 
+    def num_spooled(self) -> int:
+        """Scores that the service has written to this machine's disk, as a committer would find them."""
+        spool = ProducerReader(producers_folder(self.lake.spool_path) / "run.teachers")
+        try:
+            heads = [spooled.record.headers for _, spooled in spool.read(1 << 24)]
+        finally:
+            spool.close()
+        return sum(head.num_rows for head in heads if head.kind == "teacher_scored")
+
     def finish(self) -> Scores:
         """The run ends; what the service has written."""
         self.rollouts.finish()
@@ -49,16 +60,15 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return ended_run(folder / "up", "up", 21), ended_run(folder / "down", "down", 22)
 
 
-@pytest.fixture(params=["straight", "shuffled"])
+@pytest.fixture(scope="module", params=["straight", "shuffled"])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
-def calm(tmp_path: Path, teachers: tuple[str, str], kind: str) -> Scores:
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory, teachers: tuple[str, str], kind: str) -> Scores:
     """What a service that starts late and is never killed writes."""
-    (tmp_path / "calm").mkdir()
-    run = Run(tmp_path / "calm", teachers, kind)
+    run = Run(tmp_path_factory.mktemp("calm"), teachers, kind)
     try:
         run.rollouts.roll(range(GROUPS), SIZE)
         run.service.start()
@@ -70,8 +80,7 @@ def calm(tmp_path: Path, teachers: tuple[str, str], kind: str) -> Scores:
 
 @pytest.fixture
 def run(tmp_path: Path, teachers: tuple[str, str], kind: str) -> Iterator[Run]:
-    (tmp_path / "killed").mkdir()
-    made = Run(tmp_path / "killed", teachers, kind)
+    made = Run(tmp_path, teachers, kind)
     yield made
     made.close()
 
@@ -96,3 +105,17 @@ def test_killed_between_and_within_groups(run: Run, calm: Scores, kind: str) -> 
     report = verify(Lake.open(run.lake.location, read_only=True))
     teachers = next(result for result in report.checks if result.check == "teachers")
     assert (teachers.num_broken, teachers.num_checked) == (0, GROUPS * SIZE)
+
+
+def test_killed_with_scores_that_nobody_has_acknowledged(run: Run, calm: Scores) -> None:
+    run.rollouts.roll(range(GROUPS // 2), SIZE)
+    run.log.close()  # nothing is archived any more
+    run.service.start()
+    run.rollouts.tape.wait_for("scores in the spool", lambda: run.num_spooled() >= GROUPS // 3 * SIZE)
+    run.service.kill()
+    assert not run.rollouts.scores()
+    run.service.start()
+    with EmbeddedLog(run.lake, committer="thread"):
+        run.rollouts.roll(range(GROUPS // 2, GROUPS), SIZE)
+        run.rollouts.wait_for_scores(GROUPS * SIZE)
+        assert run.finish() == calm
