@@ -7,6 +7,7 @@ import hashlib
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -170,11 +171,27 @@ def test_a_log_without_lake_and_spool_says_so(config: KafkaConfig) -> None:
         log.producer("p")
 
 
-def test_a_spool_of_kafka_lies_beside_that_of_a_committer(config: KafkaConfig, opened: Opener, lake: Lake) -> None:
+def test_a_spool_of_kafka_lies_beside_that_of_a_committer(config: KafkaConfig, lake: Lake) -> None:
     log = open_log(config.url, lake=lake.location.url)
     assert isinstance(log, KafkaLog)
-    assert log.spool_path == lake.spool_path / f"kafka-{config.digest}"
+    assert log.spool_path.parent == lake.spool_path
+    assert log.spool_path.name.startswith("kafka-")
     log.close()
+
+
+@pytest.mark.parametrize("where", ["beside the lake", "a folder"])
+def test_a_spool_is_found_again_by_another_address_of_the_same_brokers(
+    config: KafkaConfig, lake: Lake, tmp_path: Path, where: str
+) -> None:
+    spool = tmp_path / "spool" if where == "a folder" else None
+    other = replace(config, bootstrap=(*reversed(config.bootstrap), "localhost:1", *config.bootstrap))
+    with KafkaLog(config, lake, spool=spool) as one, KafkaLog(other, lake, spool=spool) as two:
+        assert one.spool_path == two.spool_path
+    elsewhere = replace(config, prefix=f"{config.prefix}-2")
+    with contextlib.closing(BrokerAdmin(elsewhere)) as admin:
+        ensure_topics(admin, TopicPlan(), create=True)
+    with KafkaLog(elsewhere, lake, spool=spool) as three:
+        assert three.spool_path not in (one.spool_path, lake.spool_path)
 
 
 def test_threads_share_a_recorder(opened: Opener) -> None:

@@ -8,7 +8,6 @@ and on the tape. No message, representation or log line shows one.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import os
 import re
@@ -164,11 +163,6 @@ class KafkaConfig:
     def url(self) -> str:
         """Address and prefix, with no option."""
         return f"{SCHEME}{','.join(self.bootstrap)}/{self.prefix}"
-
-    @property
-    def digest(self) -> str:
-        """Twelve hexadecimal digits that name address and prefix, for folders."""
-        return hashlib.sha256(self.url.encode()).hexdigest()[:12]
 
     def broker_topic(self, topic: str) -> str:
         """The brokers' name of one of our topics."""

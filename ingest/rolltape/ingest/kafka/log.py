@@ -7,6 +7,7 @@ carry large payloads, and readers catch up from it.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Collection, Mapping
@@ -78,15 +79,13 @@ class KafkaLog:
                 f"expected a folder for the spool of {self.config.url}, got neither a spool nor a lake: open the log "
                 "with kafka://…?lake=URL, or with spool=FOLDER"
             )
-        if self._spool is not None:
-            folder = self._spool
-        elif self.config.spool is not None:
-            folder = Path(self.config.spool)
-        else:
-            assert self.lake is not None
-            folder = self.lake.spool_path
-        # Beside, not among, the spools that an embedded log's committer drains.
-        return folder / f"kafka-{self.config.digest}"
+        # Never by the brokers' addresses: another spelling of them would leave behind what was spooled.
+        given = self._spool or self.config.spool
+        if given is not None:
+            return Path(given).expanduser() / f"kafka-{_digest(self.cluster_id, self.config.prefix)}"
+        assert self.lake is not None
+        # Beside, not among, the spools that an embedded log's committer drains. A lake has one log, whatever cluster.
+        return self.lake.spool_path / f"kafka-{_digest(self.config.prefix)}"
 
     def producer(self, producer_id: str) -> KafkaProducer:
         """Open the only live writer of ``producer_id`` (see :class:`rolltape.ingest.log.EventLog`)."""
@@ -214,3 +213,8 @@ class KafkaLog:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _digest(*parts: str) -> str:
+    """Twelve hexadecimal digits for the name of a folder."""
+    return hashlib.sha256("/".join(parts).encode()).hexdigest()[:12]
