@@ -1,4 +1,4 @@
-"""The servers as fixtures: started by the first test that asks, ended with the run, shared by all tests of the run.
+"""The servers as fixtures: started by the first test that asks, ended with the run (three brokers: with the file).
 
 A test keeps to itself by names of its own: ``topic_prefix`` and ``s3_bucket`` are new for each test.
 
@@ -136,9 +136,9 @@ def apache_kafka(tmp_path_factory: pytest.TempPathFactory, certificates: Certifi
         yield cluster
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def kafka_cluster3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KafkaCluster]:
-    """Three nodes of real Kafka, plain and proxied listeners. Leave all of them running."""
+    """Three nodes of real Kafka, plain and proxied listeners, ended with the file. Leave all of them running."""
     home = os.environ["ROLLTAPE_KAFKA_HOME"]
     with KafkaCluster(home, tmp_path_factory.mktemp("kafka3"), 3, QUICK, proxied=True, optimise=False) as cluster:
         yield cluster

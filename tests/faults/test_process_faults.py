@@ -1,0 +1,25 @@
+"""Faults of our processes and of what they write: nothing acknowledged is lost, nothing doubled, nothing changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.faults.play import TABLE, Record, parameters, play, strikes_servers
+from tests.faults.table import ROWS, Row
+from tests.servers.apache_kafka import KafkaCluster
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("row", parameters(row for row in TABLE if not strikes_servers(row)))
+def test_fault(
+    row: Row, kafka_cluster3: KafkaCluster, request: pytest.FixtureRequest, tmp_path: Path, record_property: Record
+) -> None:
+    play(row, kafka_cluster3, request, tmp_path, record_property)
+
+
+def test_every_row_is_played() -> None:
+    kinds = [strikes_servers(row) for row in TABLE]
+    assert 8 < kinds.count(True) < len(TABLE) - 8, "both files have their share"
+    assert len({row.name for row in ROWS}) == len(ROWS)
