@@ -1,4 +1,4 @@
-"""The rights that docs/cluster.md names are enough, on a real broker that refuses everything else."""
+"""A real broker that asks for client certificates, and refuses all but the rights that docs/cluster.md names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import trustme
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._acl import AclBinding, AclOperation, AclPermissionType
 from confluent_kafka.admin._resource import ResourcePatternType, ResourceType
+from cryptography.hazmat.primitives import serialization
 from tests.servers.apache_kafka import KafkaCluster, Secure
 from tests.servers.certificates import Certificates
 from tests.servers.fixtures import QUICK
@@ -19,6 +21,7 @@ from tests.servers.fixtures import QUICK
 from rolltape.ingest import Recorder, open_log
 from rolltape.recipes.cli import main
 from rolltape.schema import Cursor
+from rolltape.schema.errors import LogError
 from rolltape.store import Lake
 
 PREFIX: Final = "runs"
@@ -28,7 +31,9 @@ AUTHORIZER: Final = {
     "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
     # Whoever comes through the listener without a password sets things up.
     "super.users": "User:ANONYMOUS",
+    "listener.name.secure.ssl.client.auth": "required",
 }
+KEY_PASSWORD: Final = "key-of-the-tests"
 
 
 def rights(who: str) -> list[AclBinding]:
@@ -50,14 +55,30 @@ def rights(who: str) -> list[AclBinding]:
 
 
 @pytest.fixture(scope="module")
+def client_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a client's certificate (``client.pem``), its encrypted key (``key.pem``) and their authority."""
+    folder = tmp_path_factory.mktemp("client")
+    authority = trustme.CA()
+    client = authority.issue_cert("client.example")
+    authority.cert_pem.write_to_path(str(folder / "authority.pem"))
+    client.cert_chain_pems[0].write_to_path(str(folder / "client.pem"))
+    key = serialization.load_pem_private_key(client.private_key_pem.bytes(), None)
+    locked = serialization.BestAvailableEncryption(KEY_PASSWORD.encode())
+    pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    (folder / "key.pem").write_bytes(key.private_bytes(pem, pkcs8, locked))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def strict_kafka(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
+    tmp_path_factory: pytest.TempPathFactory, certificates: Certificates, client_files: Path
 ) -> Iterator[KafkaCluster]:
     """A node with access control, and the page's rights for its users."""
     secure = Secure(certificates=certificates, users=USERS)
     folder = tmp_path_factory.mktemp("strict-kafka")
     home = os.environ["ROLLTAPE_KAFKA_HOME"]
-    with KafkaCluster(home, folder, 1, {**QUICK, **AUTHORIZER}, secure=secure, optimise=False) as cluster:
+    trust = {"ssl.truststore.type": "PEM", "ssl.truststore.location": client_files / "authority.pem"}
+    with KafkaCluster(home, folder, 1, {**QUICK, **AUTHORIZER, **trust}, secure=secure, optimise=False) as cluster:
         admin = AdminClient({"bootstrap.servers": cluster.bootstrap, "log_level": 2})
         for future in admin.create_acls([right for who in USERS for right in rights(who)]).values():
             future.result()
@@ -69,6 +90,7 @@ def test_the_rights_that_the_page_names_are_enough(
     apache_kafka: KafkaCluster,  # a machine without real Kafka says so by this fixture
     strict_kafka: KafkaCluster,
     certificates: Certificates,
+    client_files: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -77,6 +99,10 @@ def test_the_rights_that_the_page_names_are_enough(
     monkeypatch.setenv("ROLLTAPE_KAFKA_SECURITY_PROTOCOL", "SASL_SSL")
     monkeypatch.setenv("ROLLTAPE_KAFKA_SASL_MECHANISM", "SCRAM-SHA-512")
     monkeypatch.setenv("ROLLTAPE_KAFKA_SSL_CAFILE", str(certificates.ca_file))
+
+    monkeypatch.setenv("ROLLTAPE_KAFKA_SSL_KEYFILE", str(client_files / "key.pem"))
+    monkeypatch.setenv("ROLLTAPE_KAFKA_SSL_CERTFILE", str(client_files / "client.pem"))
+    monkeypatch.setenv("ROLLTAPE_KAFKA_SSL_KEY_PASSWORD", KEY_PASSWORD)
 
     def become(who: str) -> None:
         monkeypatch.setenv("ROLLTAPE_KAFKA_SASL_USERNAME", who)
@@ -111,3 +137,9 @@ def test_the_rights_that_the_page_names_are_enough(
         while rows < 4:
             rows += sum(delivery.table.num_rows for delivery in reader.poll(5.0))
         reader.close()
+    # Who shows no certificate is not let in.
+    monkeypatch.delenv("ROLLTAPE_KAFKA_SSL_KEYFILE")
+    monkeypatch.delenv("ROLLTAPE_KAFKA_SSL_CERTFILE")
+    monkeypatch.setenv("ROLLTAPE_KAFKA_BOOTSTRAP_TIMEOUT_S", "2")
+    with pytest.raises(LogError):
+        open_log(url)
