@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolltape.ingest.kafka.config import KafkaConfig, Secret
+from rolltape.recipes.cli import main
 from rolltape.schema.errors import ConfigError
 
 SASL = {
@@ -161,3 +162,14 @@ def test_an_empty_password_is_none() -> None:
             sasl_username="a",
             sasl_password=Secret(""),
         )
+
+
+def test_a_sink_refuses_another_lake_than_the_one_that_the_log_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = f"kafka://127.0.0.1:1/x?lake={tmp_path / 'one'}&bootstrap_timeout_s=0.1"
+    assert main(["sink", "--log", log, "--lake", str(tmp_path / "two"), "--once"]) == 1
+    assert "--lake: expected the lake that the log names" in capsys.readouterr().err
+    assert not (tmp_path / "two").exists()
+    assert main(["sink", "--log", log, "--lake", (tmp_path / "one").as_uri(), "--once"]) == 1
+    assert "LogUnreachableError" in capsys.readouterr().err

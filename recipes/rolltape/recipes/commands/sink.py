@@ -59,7 +59,9 @@ def run(options: argparse.Namespace) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    config, lake = KafkaConfig.from_url(options.log), Lake.create(options.lake)
+    config = KafkaConfig.from_url(options.log)
+    _check_lake(config, options.lake)
+    lake = Lake.create(options.lake)
     _take_ways_out(options, config, lake)
     chosen = {} if options.max_commit_bytes is None else {"max_commit_bytes": options.max_commit_bytes}
     settings = SinkOptions(metrics_port=options.metrics_port, **chosen)
@@ -70,6 +72,22 @@ def run(options: argparse.Namespace) -> int:
         else:
             sink.run(stop)
     return 0
+
+
+def _check_lake(config: KafkaConfig, url: str) -> None:
+    """Refuse a log whose producers keep large payloads beside another lake: none of them would be found.
+
+    Raises:
+        ConfigError: the log's option, variable or file names another lake than ``--lake``.
+    """
+    from rolltape.schema.errors import ConfigError
+    from rolltape.store.location import Location
+
+    if config.lake and Location.parse(config.lake) != Location.parse(url):
+        raise ConfigError(
+            f"--lake: expected the lake that the log names, {config.lake}, got {url}: large payloads lie beside the "
+            "lake, and sinks must look where producers put them; name the same"
+        )
 
 
 def _take_ways_out(options: argparse.Namespace, config: KafkaConfig, lake: Lake) -> None:
