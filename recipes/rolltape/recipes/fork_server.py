@@ -27,6 +27,8 @@ Request = dict[str, Any]
 
 def main() -> int:
     """The server; in each process that it forked, the command that was asked for."""
+    # Ctrl-C is for the processes of the run.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         _import_all()
         request = _serve(connection)
@@ -53,8 +55,6 @@ def _import_all() -> None:
 
 def _serve(connection: socket.socket) -> Request | None:
     """Fork what is asked for until the owner is gone; the request within a forked process, None in the server."""
-    # Ctrl-C is for the processes of the run.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     woken, waking = socket.socketpair()
     with woken, waking, selectors.DefaultSelector() as selector:
