@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient, NewPartitions  # type: ignore[attr-defined]  # not in its __all__
 from tests.servers.apache_kafka import KafkaCluster
 
 from rolltape.ingest import Recorder
 from rolltape.ingest.deadletters import accept_loss_in_log
-from rolltape.ingest.kafka.client import KafkaClient, Message
+from rolltape.ingest.kafka import reader as reader_module
+from rolltape.ingest.kafka.client import KafkaClient, Message, consumer
 from rolltape.ingest.kafka.config import KafkaConfig
 from rolltape.ingest.kafka.log import KafkaLog
 from rolltape.ingest.kafka.sink import Sink, SinkOptions
@@ -28,6 +31,7 @@ from rolltape.schema.errors import (
     LogMismatchError,
     LogUnreachableError,
     OffsetLostError,
+    TopicError,
     TopicRecreatedError,
 )
 from rolltape.store.lake import Lake
@@ -315,6 +319,30 @@ def make_topics_again(config: KafkaConfig) -> None:
             if admin.describe(["rollout"])["rollout"] is not None:
                 return
     raise AssertionError("the topic was not created anew")
+
+
+def test_a_reader_says_that_its_topic_has_more_partitions_by_now(
+    config: KafkaConfig, lake: Lake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumer, "_METADATA_AGE_S", 0.2)
+    monkeypatch.setattr(reader_module, "_LOOK_S", 0.1)
+    with opened(config, lake, tmp_path / "a") as log, contextlib.closing(log.reader(Cursor())) as reader:
+        record(log, 0, 2)
+        assert reader.poll(10.0)
+        admin = AdminClient({"bootstrap.servers": ",".join(config.bootstrap)})
+        for future in admin.create_partitions([NewPartitions(config.broker_topic("rollout"), 3)]).values():
+            future.result(20)
+        with pytest.raises(TopicError, match=r"rollout: expected the 1 partitions .* got 3: .*Open the log again"):
+            deque(reader.poll(1.0) for _ in range(30))
+        cursor = reader.cursor
+    with opened(config, lake, tmp_path / "b") as log, contextlib.closing(log.reader(cursor)) as reader:
+        for group in "abcdef":
+            with Recorder(log, producer_id=f"q{group}", run_id="run") as recorder:
+                recorder.record("rollout_started", trajectory_id=group, attempt=0, group_id=group)
+        found: set[str] = set()
+        while len(found) < 6:
+            found |= {name for d in reader.poll(10.0) for name in d.table["trajectory_id"].to_pylist()}
+        assert found == set("abcdef")
 
 
 def test_a_wrong_clock_of_a_producer_neither_ages_its_records_nor_has_them_refused(

@@ -27,7 +27,7 @@ from rolltape.ingest.lake_target import LakeTarget
 from rolltape.ingest.lanes import NOTHING, log_app_id
 from rolltape.ingest.recent_events import recent_event_ids
 from rolltape.schema.cursor import Cursor, Partition
-from rolltape.schema.errors import OffsetGoneError, OffsetLostError, VacuumedError
+from rolltape.schema.errors import OffsetGoneError, OffsetLostError, TopicError, VacuumedError
 from rolltape.schema.kinds import TOPICS
 from rolltape.store.lake import Lake
 from rolltape.store.snapshot import EMPTY, Snapshot
@@ -43,6 +43,7 @@ NOT_FROM_LAKE: Final = -1
 """The table version of deliveries that come from the brokers."""
 
 _POLL_RECORDS: Final = 2_000
+_LOOK_S: Final = 5.0
 _REMEMBERED_BYTES: Final = 32 << 20
 
 
@@ -113,6 +114,7 @@ class KafkaReader:
         )
         self._consumer: BrokerConsumer | None = None
         self._version = EMPTY.version
+        self._looked_s = time.monotonic()
         self._must_begin = True
         try:
             self._begin()
@@ -130,6 +132,7 @@ class KafkaReader:
 
         Raises:
             LogMismatchError: the log lost what was not archived, or was created anew.
+            TopicError: a topic has more partitions by now, which are not read.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -220,6 +223,7 @@ class KafkaReader:
 
     def _from_log(self, timeout_s: float) -> list[Delivery]:
         assert self._consumer is not None
+        self._look_for_partitions(self._consumer)
         polled = self._consumer.poll(timeout_s, _POLL_RECORDS)
         if not polled:
             self._pass_holes()
@@ -232,6 +236,21 @@ class KafkaReader:
         for partition in polled:
             self._advance(partition)
         return deliveries
+
+    def _look_for_partitions(self, consumer: BrokerConsumer) -> None:
+        """Nobody should add partitions to a topic in use; where somebody did, it is said before events are missed."""
+        now = time.monotonic()
+        if now - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now
+        for topic, info in self._identity.topics.items():
+            found = consumer.num_partitions(topic)
+            if found > info.num_partitions:
+                raise TopicError(
+                    f"topic {topic}: expected the {info.num_partitions} partitions that it had when this log was "
+                    f"opened, got {found}: what is written to the others is not read here. Open the log again to read "
+                    "all of them, from this reader's cursor; groups that were under way may lie in two partitions"
+                )
 
     def _take(self, partition: Partition, messages: Sequence[Message]) -> None:
         assert self._consumer is not None

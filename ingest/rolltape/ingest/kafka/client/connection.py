@@ -133,10 +133,15 @@ class Connection:
                 f"authentication failed at {where}: expected a certificate that we trust, got {text}; check "
                 "ROLLTAPE_KAFKA_SSL_CAFILE and the host name in the URL"
             )
+        certificate = (
+            " A broker that asks for clients' certificates hangs up on those without (ssl_certfile)."
+            if "SSL" in self.config.security_protocol and self.config.ssl_certfile is None
+            else ""
+        )
         return LogUnreachableError(
             f"{what}: expected a Kafka broker at {where} that answers {self.config.security_protocol} within "
             f"{self.config.bootstrap_timeout_s:g} s, got {text}; is it running, is the address right, and the "
-            "security_protocol?"
+            f"security_protocol?{certificate}"
         )
 
 

@@ -24,6 +24,7 @@ _SESSION_TIMEOUT_S: Final = 10.0
 _HEARTBEAT_S: Final = 2.0
 _CLOSE_S: Final = 5.0
 _TOPIC_POLL_S: Final = 0.1
+_METADATA_AGE_S: Final = 60.0
 
 
 class _Rebalances(kafka.ConsumerRebalanceListener):  # type: ignore[misc]
@@ -84,6 +85,7 @@ class BrokerConsumer:
             "max_poll_records": 1 << 20,
             "session_timeout_ms": int(_SESSION_TIMEOUT_S * 1000),
             "heartbeat_interval_ms": int(_HEARTBEAT_S * 1000),
+            "metadata_max_age_ms": int(_METADATA_AGE_S * 1000),
             "metrics_enabled": False,
         }
         with self._connection.opening("opening a consumer"):
@@ -125,6 +127,11 @@ class BrokerConsumer:
                     )
                 time.sleep(_TOPIC_POLL_S)
         return found
+
+    def num_partitions(self, topic: str) -> int:
+        """Partitions of a topic of which some are read, as the brokers said within the last minute."""
+        with self._connection.errors(f"looking at topic {topic}"):
+            return len(self._consumer.partitions_for_topic(self._config.broker_topic(topic)))
 
     def assignment(self) -> set[Partition]:
         """The partitions that are read."""
