@@ -163,13 +163,16 @@ class _BatchBuilder(DefaultRecordBatchBuilder):  # type: ignore[misc]
     _buffer: Any
     _first_timestamp: int | None
     _max_timestamp: int
+    _batch_size: int
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._parts: list[Any] = [bytes(self._buffer)]
         self._size = len(self._buffer)
 
-    def append(self, offset: int, timestamp: int | None, key: Any, value: Any, headers: Any, **_: Any) -> Any:
+    def append(  # pyright: ignore[reportIncompatibleMethodOverride]  # the others only speed up its look-ups
+        self, offset: int, timestamp: int | None, key: Any, value: Any, headers: Any
+    ) -> Any:
         """As the vendor's: https://kafka.apache.org/documentation/#record. ``value`` may not change meanwhile."""
         timestamp = int(time.time() * 1000) if timestamp is None else timestamp
         is_first = self._first_timestamp is None
