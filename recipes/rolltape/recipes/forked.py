@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-IS_AVAILABLE: Final = sys.platform == "linux"
+FORK_VARIABLE: Final = "ROLLTAPE_FORK"
+"""Set to ``0``, every process is started by itself: for drivers that do not survive a fork after their import."""
 
 MESSAGE_BYTES: Final = 1 << 20
 LONGEST_COMMAND: Final = 2000
@@ -29,6 +30,11 @@ LONGEST_COMMAND: Final = 2000
 
 _POLL_S: Final = 0.01
 _NOT_STARTED: Final = 255
+
+
+def is_available() -> bool:
+    """Whether processes are forked here."""
+    return sys.platform == "linux" and os.environ.get(FORK_VARIABLE) != "0"
 
 
 class Forked:

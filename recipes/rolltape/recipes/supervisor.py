@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, Final
 
 from rolltape.recipes.cli import PARENT_VARIABLE
-from rolltape.recipes.forked import IS_AVAILABLE, Forked, ForkServer
+from rolltape.recipes.forked import Forked, ForkServer, is_available
 from rolltape.schema.errors import ChildFailedError
 
 _GRACE_S: Final = 20.0
@@ -47,7 +47,7 @@ class Child:
         if self._log is None:
             self._log = self.log_path.open("ab")
         environment = {**os.environ, PARENT_VARIABLE: str(os.getpid()), **self.environment}
-        if self.server is not None and IS_AVAILABLE:
+        if self.server is not None and is_available():
             self.process = self.server.start(self.arguments, self._log.fileno(), environment)
         else:
             command = [sys.executable, "-m", "rolltape.recipes.cli", *self.arguments]

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from rolltape.recipes.forked import IS_AVAILABLE, Forked, ForkServer
+from rolltape.recipes.forked import FORK_VARIABLE, Forked, ForkServer
+from rolltape.recipes.supervisor import Child
 from rolltape.store.lake import Lake
 
-pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="processes are forked on Linux only")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux only")
 
 TIMEOUT_S = 120.0
 
@@ -132,3 +133,12 @@ def test_a_server_that_does_not_start_is_a_process_that_failed(tmp_path: Path, m
     failed = Started(ForkServer(), tmp_path).start("sql")
     assert failed.poll() not in (None, 0)
     assert failed.wait(1.0) == failed.returncode
+
+
+def test_it_is_started_by_itself_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FORK_VARIABLE, "0")
+    with ForkServer() as server:
+        child = Child("asked", ["nonsense"], tmp_path / "log", {}, server)
+        child.start()
+        assert isinstance(child.process, subprocess.Popen)
+        assert child.process.wait(TIMEOUT_S) == 2
