@@ -138,7 +138,7 @@ def test_a_server_that_does_not_start_is_a_process_that_failed(tmp_path: Path, m
 def test_it_is_started_by_itself_where_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORK_VARIABLE, "0")
     with ForkServer() as server:
-        child = Child("asked", ["nonsense"], tmp_path / "log", {}, server)
+        child = Child(name="asked", arguments=["nonsense"], log_path=tmp_path / "log", environment={}, server=server)
         child.start()
         assert isinstance(child.process, subprocess.Popen)
         assert child.process.wait(TIMEOUT_S) == 2
