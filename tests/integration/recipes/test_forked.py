@@ -142,3 +142,4 @@ def test_it_is_started_by_itself_where_that_is_asked_for(tmp_path: Path, monkeyp
         child.start()
         assert isinstance(child.process, subprocess.Popen)
         assert child.process.wait(TIMEOUT_S) == 2
+        child.stop()
