@@ -18,7 +18,8 @@ from rolltape.schema.errors import OffsetGoneError, TopicError
 _MAX_FETCH_BYTES: Final = 8 << 20
 _MAX_PARTITION_FETCH_BYTES: Final = 2 << 20
 _GATHERED_BYTES: Final = 4 << 20
-_GATHERED_S: Final = 0.05
+_GATHERED_S: Final = 0.02
+"""Well below a sink's linger: what gathers must not look like a pause, or every pause would be a commit."""
 _IDLE_S: Final = 0.5
 _SESSION_TIMEOUT_S: Final = 10.0
 _HEARTBEAT_S: Final = 2.0
