@@ -24,9 +24,20 @@ from kafka.record import memory_records
 from kafka.record.default_records import DefaultRecordBatch, DefaultRecordBatchBuilder
 from kafka.structs import TopicPartition
 
-from rolltape.ingest.kafka.client import BrokerAdmin, BrokerConsumer, KafkaClient, Message, connect, record_bytes
+from rolltape.ingest.kafka.client import (
+    BrokerAdmin,
+    BrokerConsumer,
+    KafkaClient,
+    Message,
+    connect,
+    record_bytes,
+)
+from rolltape.ingest.kafka.client import (
+    consumer as consumer_module,
+)
 from rolltape.ingest.kafka.client.vendor import receiver
 from rolltape.ingest.kafka.config import KafkaConfig, Secret
+from rolltape.ingest.kafka.sink_options import SinkOptions
 from rolltape.schema.cursor import Partition
 from rolltape.schema.errors import ConfigError, LogUnreachableError, OffsetGoneError, TopicError
 
@@ -469,3 +480,8 @@ def test_a_header_name_that_is_no_text_stops_nobody(client: KafkaClient, consume
         (b"value", [("\\xff\\xfename", b"header")]),
         (b"value", [("name", b"header")]),
     ]
+
+
+def test_what_gathers_is_no_pause_to_a_sink() -> None:
+    """Else a steady load would be a commit for every request, each with data files of its own."""
+    assert 2 * vars(consumer_module)["_GATHERED_S"] <= SinkOptions().linger_s

@@ -14,6 +14,7 @@ import pytest
 
 from rolltape.schema.errors import CommitterFencedError, ConfigError, StoreError
 from rolltape.store import Lake, merging, parquet
+from rolltape.store import lake as lake_module
 from rolltape.store.maintenance import Policy, checkpoint, clean_logs, compact, maintain, vacuum
 from rolltape.store.merging import in_log_order
 from rolltape.store.recent import RecentTables
@@ -157,6 +158,25 @@ def test_checkpoint_and_cleaned_logs_reopen_the_same(filled: Lake, feed: Any, tm
     assert Lake.open(filled.location).snapshot().version == snapshot.version
     filled.append(*feed.commit())
     assert Lake.open(filled.location).read("reward_assigned").num_rows == 22
+
+
+def test_checkpoints_forget_replaced_files_once_nobody_may_read_them(
+    lake: Lake, tmp_path: pathlib.Path, feed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "delta.deletedFileRetentionDuration"
+    assert lake.snapshot().configuration[name] == "interval 1 day"
+    configuration = vars(lake_module)["_CONFIGURATION"]
+    monkeypatch.setattr(lake_module, "_CONFIGURATION", {**configuration, name: "interval 0 seconds"})
+    found = []
+    for made in (lake, Lake.create(tmp_path / "forgets")):
+        for _ in range(6):
+            made.append(*feed.commit(num_rollouts=3))
+        compact(made)
+        path = f"_delta_log/{checkpoint(made):020d}.checkpoint.parquet"
+        with made.table.child(path).open_input() as file:
+            removed = pq.read_table(file, columns=["remove"])["remove"]
+        found.append(len(removed) - removed.null_count)
+    assert found == [12, 0]
 
 
 def test_clean_logs_without_a_checkpoint_deletes_nothing(filled: Lake) -> None:
