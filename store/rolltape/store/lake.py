@@ -50,9 +50,9 @@ _OTHER_NAME: Final = re.compile("%[0-9A-Fa-f]{2}")
 _CONFIGURATION: Final = {
     "delta.appendOnly": "true",
     "delta.dataSkippingStatsColumns": "kind,log_topic,log_partition,log_offset,run_id,trajectory_id",
-    # Checkpoints name every file that was replaced so recently: a week's would outweigh the table itself. A day is what
-    # our own vacuum keeps files for.
-    "delta.deletedFileRetentionDuration": "interval 1 day",
+    # Checkpoints name every file that was replaced so recently. A week's, which is the default, would be millions: each
+    # sink replaces some files a second. Only other programs' vacuums look at them; ours keeps files for a day.
+    "delta.deletedFileRetentionDuration": "interval 1 hour",
     "delta.enableExpiredLogCleanup": "false",
     FORMAT_PROPERTY: FORMAT,
 }

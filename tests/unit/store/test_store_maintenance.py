@@ -164,7 +164,7 @@ def test_checkpoints_forget_replaced_files_once_nobody_may_read_them(
     lake: Lake, tmp_path: pathlib.Path, feed: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "delta.deletedFileRetentionDuration"
-    assert lake.snapshot().configuration[name] == "interval 1 day"
+    assert lake.snapshot().configuration[name] == "interval 1 hour"
     configuration = vars(lake_module)["_CONFIGURATION"]
     monkeypatch.setattr(lake_module, "_CONFIGURATION", {**configuration, name: "interval 0 seconds"})
     found = []
