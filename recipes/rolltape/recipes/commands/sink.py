@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import signal
 import sys
 import threading
@@ -48,6 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Archive until told to stop (SIGTERM commits what was read first); the lake is made where there is none."""
+    # Before Arrow is imported: what its C++ side allocates for itself (Parquet above all) follows this alone.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
     from rolltape.ingest.kafka.config import KafkaConfig
     from rolltape.ingest.kafka.footprint import limit_arenas
     from rolltape.ingest.kafka.sink import Sink, SinkOptions
