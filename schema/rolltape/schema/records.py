@@ -93,7 +93,7 @@ class Headers:
             )
         except KeyError as error:
             raise CodecError(f"expected the record header {error}, got only {sorted(found)}") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise CodecError(f"expected readable record headers, got {found}: {error}") from error
 
 
